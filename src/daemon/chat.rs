@@ -217,5 +217,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         trace: request.meta.trace,
         tokens: request.context_reported,
         early: request.meta.early,
+        part_of: request.meta.part_of.clone(),
     }
 }

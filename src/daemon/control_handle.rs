@@ -23,6 +23,7 @@ use super::{
     sequences::{kept_tokens, sequences, tokens_in_cache},
 };
 use cotenant_engine::EngineHandle;
+use cotenant_http::backend::RunningAnswers;
 use cotenant_memory::emergency::{self, Locked};
 use cotenant_policy::{
     event::{Answer, ChangedKeys, Event},
@@ -66,8 +67,8 @@ pub struct ControlHandle {
     log: EventLog,
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
-    /// One reference for each answer of the LLM that runs or waits, beside this one.
-    answers: Answering,
+    /// Answers of the LLM, and those of several stages.
+    answers: Arc<RunningAnswers>,
     /// When the loop last ran, in microseconds.
     beat: AtomicU64,
     /// Outcome of each request to lock memory.
@@ -99,18 +100,20 @@ impl ControlHandle {
         event_lines: usize,
     ) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
         let (inbox, receiver) = mpsc::channel(INBOX_LIMIT);
+        let snapshot = watch::Sender::new(Arc::new(Snapshot::default()));
+        let answers = Arc::new(RunningAnswers::new(snapshot.subscribe()));
         let control = Self {
             boot_id,
             continued,
             clock,
             inbox,
             tickets: AtomicU64::new(1),
-            snapshot: watch::Sender::new(Arc::new(Snapshot::default())),
+            snapshot,
             notices: broadcast::Sender::new(NOTICE_LIMIT),
             log: EventLog::new(event_lines),
             deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
-            answers: Answering::default(),
+            answers,
             beat: AtomicU64::new(0),
             locked: Mutex::default(),
             listeners: OnceLock::new(),
@@ -231,19 +234,18 @@ impl ControlHandle {
         self.work.subscribe()
     }
 
-    /// Counts one more answer of the LLM, until the returned guard is dropped.
-    pub(super) fn answering(&self) -> Answering {
-        self.answers.clone()
+    /// Answers of the LLM, and those of several stages.
+    pub(super) fn answers(&self) -> &Arc<RunningAnswers> {
+        &self.answers
     }
 
-    /// Answers that run: of the LLM, and requests at workers.
-    fn running_answers(&self) -> u32 {
-        let of_llm = Arc::strong_count(&self.answers.0).saturating_sub(1);
-        let of_llm = u32::try_from(of_llm).unwrap_or(u32::MAX);
+    /// Answers that run, and requests in flight at workers.
+    pub(super) fn running_answers(&self) -> u32 {
+        let answers = u32::try_from(self.answers.count()).unwrap_or(u32::MAX);
         let at_workers = self.work.borrow();
         at_workers
             .values()
-            .fold(of_llm, |sum, count| sum.saturating_add(*count))
+            .fold(answers, |sum, count| sum.saturating_add(*count))
     }
 
     /// Notes that the loop ran at `now`.
@@ -276,10 +278,6 @@ impl ControlHandle {
         }
     }
 }
-
-/// An answer of the LLM that runs or waits; the number of clones is their count.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Answering(Arc<()>);
 
 /// A request in flight at a worker.
 #[derive(Debug)]

@@ -13,10 +13,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    control_handle::{Answering, ControlHandle},
-    control_loop::Clock as _,
-    early,
-    engine::CurrentEngine,
+    control_handle::ControlHandle, control_loop::Clock as _, early, engine::CurrentEngine,
 };
 use cotenant_config::LlmConfig;
 use cotenant_conversation::{
@@ -27,6 +24,7 @@ use cotenant_conversation::{
 use cotenant_engine::{
     self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
+use cotenant_http::backend::RunningAnswer;
 use cotenant_policy::{engine_failure::NextTry, event::Event, snapshot::EngineState};
 use cotenant_rpc::{
     llm::{self, Generator},
@@ -64,6 +62,8 @@ pub(super) struct Wanted {
     pub(super) tokens: bool,
     /// Whether it is work ahead of a request.
     pub(super) early: bool,
+    /// The answer that it is a stage of.
+    pub(super) part_of: Option<RunningAnswer>,
 }
 
 /// The one model as the APIs use it.
@@ -139,9 +139,9 @@ impl Llm {
         let span = self.span_of(&request, wanted);
         let submitted = self.submit_in(&span, request, wanted).await;
         match submitted {
-            Ok((events, engine, id, (style, prompt, answering))) => Ok((
+            Ok((events, engine, id, (style, prompt, answer))) => Ok((
                 Guarded {
-                    _answering: answering,
+                    _answer: answer,
                     events,
                     engine,
                     id,
@@ -195,7 +195,7 @@ impl Llm {
             mpsc::Receiver<engine::GenerateEvent>,
             EngineHandle,
             RequestId,
-            (AnswerStyle, Vec<u32>, Answering),
+            (AnswerStyle, Vec<u32>, RunningAnswer),
         ),
         Refusal,
     > {
@@ -203,11 +203,11 @@ impl Llm {
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
         request.grows_to = self.0.context;
-        // Counted before the check, so that a drain never ends while an answer that passed the check is not counted yet.
-        let answering = self.0.control.answering();
-        if self.0.control.state().draining {
-            return Err(draining(ACT));
-        }
+        let answer = wanted
+            .part_of
+            .clone()
+            .or_else(|| self.0.control.answers().begin())
+            .ok_or_else(|| draining(ACT))?;
         let (id, engine) = (request.id, self.0.engine.handle());
         if wanted.early {
             let now = engine.snapshot();
@@ -249,7 +249,7 @@ impl Llm {
             .submit(request, prepared)
             .map_err(|error| self.refuse(&error))?;
         span.event("queued");
-        Ok((events, engine, id, (style, reported, answering)))
+        Ok((events, engine, id, (style, reported, answer)))
     }
 
     /// Works on text or tokens away from the threads that serve others.
@@ -463,7 +463,7 @@ impl Llm {
 
 /// The events of one request; dropping it cancels the request.
 pub(super) struct Guarded {
-    _answering: Answering,
+    _answer: RunningAnswer,
     events: mpsc::Receiver<engine::GenerateEvent>,
     engine: EngineHandle,
     id: RequestId,

@@ -345,6 +345,7 @@ fn clients_of(
             tts,
             metrics: Arc::clone(metrics),
             tracer: tracer.clone(),
+            answers: Arc::clone(control.answers()),
         },
         generator: llm.map(|(llm, _)| llm as Arc<dyn Generator>),
     }

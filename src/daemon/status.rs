@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
-use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Voice};
+use cotenant_http::backend::{ModelInfo, ModelKind, RunningAnswer, StatusBackend, Voice};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_probe::{ProbeRoot, board::Board};
@@ -204,6 +204,10 @@ impl StatusBackend for Status {
 
     fn request_ended(&self, route: &str, code: u16, took: Duration) {
         self.metrics.request(route, code, took);
+    }
+
+    fn begin_answer(&self) -> Option<RunningAnswer> {
+        self.control.answers().begin()
     }
 
     fn first_token(&self, took: Duration) {

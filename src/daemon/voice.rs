@@ -209,11 +209,11 @@ impl Voice {
         let mut asked = false;
         loop {
             let state = states.borrow_and_update().clone();
-            let mut look = look(&state, speaker, act);
+            let mut look = look(&state, speaker, meta.part_of.is_some(), act);
             if matches!(look, Look::Go(_)) {
                 // First counted, then looked at again: a worker that is wound up has seen one or the other.
                 let at_work = self.control.at_work(&name);
-                look = self::look(&self.control.state(), speaker, act);
+                look = self::look(&self.control.state(), speaker, meta.part_of.is_some(), act);
                 if let Look::Go(endpoint) = look {
                     return Ok((client_of(endpoint, &speaker.way), at_work, name));
                 }
@@ -255,9 +255,10 @@ enum Look {
     Wait(&'static str),
 }
 
-fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
+/// Whether a worker takes a request, which may be a stage of an answer that runs.
+fn look(state: &Snapshot, speaker: &Speaker, is_stage: bool, act: &str) -> Look {
     let act = act.to_owned();
-    if state.draining {
+    if state.draining && !is_stage {
         return Look::Never(Refusal::Draining {
             act,
             retry_after: RETRY_SOON,
@@ -416,7 +417,7 @@ impl SpeechBackend for Voice {
     fn voices(&self) -> BoxFuture<'_, Vec<String>> {
         async move {
             if let Some(speaker) = &self.tts
-                && let Look::Go(endpoint) = look(&self.control.state(), speaker, SPEAK)
+                && let Look::Go(endpoint) = look(&self.control.state(), speaker, false, SPEAK)
             {
                 // A worker that does not respond keeps its last description.
                 let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;

@@ -7,7 +7,7 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::Client;
 pub use cotenant_conversation::{
@@ -60,6 +60,49 @@ pub struct RequestMeta {
     /// Whether the client has not asked yet, and probably will. Done only while memory is ample, by what is idle, and
     /// refused otherwise.
     pub early: bool,
+    /// The answer that this is a stage of. It was admitted before, so a drain does not refuse its stages.
+    pub part_of: Option<RunningAnswer>,
+}
+
+/// Answers that run, and whether more are admitted.
+#[derive(Debug)]
+pub struct RunningAnswers {
+    /// Has one reference for each answer, and this one.
+    all: Arc<()>,
+    states: watch::Receiver<Arc<Snapshot>>,
+}
+
+/// An answer, which runs until its last clone is dropped: the stages of one answer have clones of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(
+    clippy::redundant_allocation,
+    reason = "clones of the outer one are one answer, each inner one is counted"
+)]
+pub struct RunningAnswer(Arc<Arc<()>>);
+
+impl RunningAnswers {
+    /// No answers; `states` are those of the arbiter.
+    #[must_use]
+    pub fn new(states: watch::Receiver<Arc<Snapshot>>) -> Self {
+        Self {
+            all: Arc::default(),
+            states,
+        }
+    }
+
+    /// How many run.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        Arc::strong_count(&self.all).saturating_sub(1)
+    }
+
+    /// Counts one more answer; `None` in a drain.
+    #[must_use]
+    pub fn begin(&self) -> Option<RunningAnswer> {
+        // Counted before the look: a drain never seems to be over while an answer is between both.
+        let answer = RunningAnswer(Arc::new(Arc::clone(&self.all)));
+        (!self.states.borrow().draining).then_some(answer)
+    }
 }
 
 /// The LLM.
@@ -296,6 +339,11 @@ pub trait StatusBackend: Send + Sync + 'static {
 
     /// Voices that clients may name; the first is taken when none is named.
     fn voices(&self) -> Vec<Voice>;
+
+    /// Counts an answer of several stages, which clients wait for as one; `None` in a drain.
+    fn begin_answer(&self) -> Option<RunningAnswer> {
+        None
+    }
 
     /// A request has ended, `took` after its head was read: its last byte is sent, or the client has gone.
     ///

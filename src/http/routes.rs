@@ -337,6 +337,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
         client: None,
         trace: text(&TRACEPARENT).and_then(SpanContext::parse),
         early: false,
+        part_of: None,
     }
 }
 

@@ -31,8 +31,8 @@ use cotenant_conversation::{
 };
 use cotenant_http::{
     backend::{
-        AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
-        TranscribeRequest, Transcript,
+        AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, RunningAnswer,
+        SpeechRequest, TranscribeRequest, Transcript,
     },
     patiently,
 };
@@ -157,6 +157,8 @@ pub(super) struct Run {
     unwanted: CancellationToken,
     asked: Asked,
     span: Span,
+    /// Counts all stages as one answer; `None` in a drain, which refuses them.
+    answer: Option<RunningAnswer>,
 }
 
 /// Why a run ends early.
@@ -210,6 +212,7 @@ impl Run {
             unwanted,
             asked,
             span: Span::default(),
+            answer: None,
         }
     }
 
@@ -218,6 +221,7 @@ impl Run {
         let api = self.api.clone();
         let what = name_of(&begin, last);
         let counted = Counted::begin(&api.0.metrics, what, self.asked.clone());
+        self.answer = api.0.answers.begin();
         self.span = api.0.tracer.begin(what, SpanKind::Server, None);
         self.span.set("network.protocol.name", "wyoming");
         let done = match begin {
@@ -270,6 +274,7 @@ impl Run {
         RequestMeta {
             trace: self.span.context(),
             early: !self.asked.already(),
+            part_of: self.answer.clone(),
             ..RequestMeta::default()
         }
     }

@@ -14,7 +14,7 @@ use super::{
     info_cache::{self, InfoCache},
 };
 use cotenant_config::WyomingConfig;
-use cotenant_http::backend::{ChatBackend, SpeechBackend};
+use cotenant_http::backend::{ChatBackend, RunningAnswers, SpeechBackend};
 use cotenant_speech::{voice_activity::EarlyPause, wyoming::Info};
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_worker::handle::WorkerHandle;
@@ -33,6 +33,8 @@ pub(crate) struct Backends {
     pub(crate) metrics: Arc<Metrics>,
     /// Begins the spans of turns.
     pub(crate) tracer: Tracer,
+    /// Counts turns as answers.
+    pub(crate) answers: Arc<RunningAnswers>,
 }
 
 /// The API; clones share their state.
@@ -54,6 +56,7 @@ pub(super) struct Inner {
     pub(super) aliases: BTreeMap<String, String>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tracer: Tracer,
+    pub(super) answers: Arc<RunningAnswers>,
 }
 
 impl Api {
@@ -85,6 +88,7 @@ impl Api {
             aliases,
             metrics: backends.metrics,
             tracer: backends.tracer,
+            answers: backends.answers,
         };
         (Self(Arc::new(inner)), known)
     }

@@ -44,8 +44,9 @@ pub(super) struct Run {
 
 impl Run {
     /// Begins the answer to a request.
-    pub(super) fn begin(api: &Api, request: ChatRequest, voice: Option<Voice>) -> Self {
+    pub(super) fn begin(api: &Api, mut request: ChatRequest, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
+        request.meta.part_of = api.backends().status.begin_answer();
         let work = Work {
             api: api.clone(),
             meta: request.meta.clone(),

@@ -7,8 +7,18 @@ use serde_json::{Value, json};
 
 use super::installation::{
     Daemon, Installation, PROGRAM, budget, content, demo_model, long_form, pid_of, said,
+    workers_ready,
 };
+use super::wyoming_client::{Client, LISTENER};
 use crate::http::client::Connection;
+use cotenant::speech::wyoming::{
+    Event,
+    event::{Synthesize, SynthesizeStart, Text},
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixListener,
+};
 
 /// A daemon with an LLM that answers a question with so many tokens; the connection has its first words.
 async fn answering(installation: &Installation, tokens: u32) -> (Daemon<'_>, Connection) {
@@ -102,5 +112,79 @@ async fn a_wait_that_is_interrupted_leaves_the_drain_and_one_that_is_overtaken_s
     // An answer whose client has gone does not run.
     drop(connection);
     installation.tell(&["drain", "--wait", "30s"]);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_that_is_spoken_is_spoken_to_its_last_sentence_in_a_drain() {
+    let installation = Installation::new("");
+    let socket = installation.path("voice.sock");
+    installation.configure(&format!(
+        "{}{LISTENER}workers:
+  - name: tts
+    role: tts
+    argv: [sleep, \"1000\"]
+    socket: {}
+    ready: {{kind: started}}
+    memory: {{steady: 4MiB}}
+",
+        budget(64),
+        socket.display()
+    ));
+    let daemon = installation.start().await;
+    daemon.until("ready", workers_ready).await;
+    // The test speaks in place of the worker.
+    let _ = std::fs::remove_file(&socket);
+    let listener = UnixListener::bind(&socket).unwrap();
+    let voice = tokio::spawn(async move {
+        let format = r#"{"rate":8000,"width":2,"channels":1}"#;
+        let start = format!("{{\"type\":\"audio-start\",\"data\":{format}}}\n");
+        let chunk =
+            format!("{{\"type\":\"audio-chunk\",\"data\":{format},\"payload_length\":2}}\n");
+        let sound = [
+            start.as_bytes(),
+            chunk.as_bytes(),
+            &[1, 0],
+            b"{\"type\":\"audio-stop\"}\n",
+        ]
+        .concat();
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            if stream.read(&mut request).await.is_ok_and(|count| count > 0) {
+                let _ = stream.write_all(&sound).await;
+            }
+        }
+    });
+    let piece = |text: &str| {
+        Event::SynthesizeChunk(Text {
+            text: text.to_owned(),
+        })
+    };
+    let mut client = Client::connect(&installation).await;
+    client
+        .say(Event::SynthesizeStart(SynthesizeStart::default()))
+        .await;
+    client.say(piece("Good night. Stop the")).await;
+    client.until("audio-chunk").await;
+    // Between two sentences nothing is at the worker, and the answer still runs.
+    let late = installation.run(&["drain", "--wait", "300ms"]);
+    assert_eq!(late.status.code(), Some(5), "{}", said(&late));
+    let mut other = Client::connect(&installation).await;
+    other
+        .say(Event::Synthesize(Synthesize {
+            text: "Good morning.".to_owned(),
+            voice: None,
+        }))
+        .await;
+    assert_eq!(other.refusal().await.0, "draining");
+
+    client.say(piece(" music.")).await;
+    client.say(Event::SynthesizeStop).await;
+    let frames = client.until("synthesize-stopped").await;
+    let kinds: Vec<&str> = frames.iter().map(|frame| frame.kind.as_str()).collect();
+    assert_eq!(kinds, ["audio-chunk", "audio-stop", "synthesize-stopped"]);
+    installation.tell(&["drain", "--wait", "30s"]);
+    voice.abort();
     daemon.end().await;
 }

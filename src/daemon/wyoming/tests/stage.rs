@@ -30,7 +30,8 @@ use cotenant_config::WyomingConfig;
 use cotenant_conversation::refusal::Refusal;
 use cotenant_http::backend::{
     AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason,
-    SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
+    RunningAnswers, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
+    Usage,
 };
 use cotenant_speech::{
     client::Endpoint,
@@ -205,6 +206,9 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
         tts: None,
         metrics: Arc::clone(&metrics),
         tracer: Tracer::default(),
+        answers: Arc::new(RunningAnswers::new(
+            tokio::sync::watch::channel(Arc::default()).1,
+        )),
     };
     let folder = tempfile::tempdir().unwrap();
     // Description of the voice from an earlier run.
