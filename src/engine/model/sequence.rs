@@ -469,9 +469,7 @@ impl Sequence {
             let restored = self.cache.restore(backend, &state, self.state.memory());
             self.note(restored);
         }
-        let Some(parked) = self.parked.get_mut(number) else {
-            return None;
-        };
+        let parked = self.parked.get_mut(number)?;
         self.conversation = parked.conversation.clone();
         self.kv_precision = parked.kv_precision;
         self.position = u32::try_from(tokens.len()).unwrap_or(u32::MAX);

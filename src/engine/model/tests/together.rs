@@ -312,7 +312,7 @@ impl House {
 
 #[test]
 fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
-    let cases = env::var("COTENANT_TEST_SCHEDULES").map_or(8, |text| text.parse().unwrap());
+    let cases: u32 = env::var("COTENANT_TEST_SCHEDULES").map_or(8, |text| text.parse().unwrap());
     for (architecture, dtype, layers) in [
         (Architecture::Qwen3, GgmlDType::F32, 2),
         (Architecture::Llama, GgmlDType::Q8_0, 2),
