@@ -33,7 +33,7 @@ async fn answering(installation: &Installation, tokens: u32) -> (Daemon<'_>, Con
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_drain_that_is_waited_for_ends_with_the_last_answer_and_cuts_none() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
-    let (daemon, mut connection) = answering(&installation, 150).await;
+    let (daemon, mut connection) = answering(&installation, 4000).await;
     let answer = tokio::spawn(async move { connection.answer().await });
     assert_eq!(installation.json(&["status"])["runningAnswers"], 1);
     // The time is over at the first look.

@@ -299,7 +299,9 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_answer_ends_for_one_that_waits() {
-    let model = demo_model(8192).replace("kv_floor: 128", "answer_time_shared: 1s, kv_floor: 128");
+    // Answers that run together wait for none.
+    let one = "answer_time_shared: 1s, parallel: 1, kv_floor: 128";
+    let model = demo_model(8192).replace("kv_floor: 128", one);
     let installation = Installation::new(&format!("{}{model}", budget(128)));
     let daemon = installation.start().await;
     daemon.whole().await;
