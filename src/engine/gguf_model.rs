@@ -321,7 +321,7 @@ impl LanguageModel for GgufModel {
     }
 
     fn takes_back(&self) -> bool {
-        !self.model.needs_marks()
+        !self.model.has_copies()
     }
 
     fn slice_max(&self) -> usize {

@@ -33,6 +33,8 @@ pub struct KvCache {
     whole: Store,
     /// Of those that see the last ones.
     windows: Option<Store>,
+    /// One of these layers, of a conversation that was set aside, while it is computed.
+    aside: Option<Store>,
     /// Blocks that there is address space for.
     blocks_max: usize,
 }
@@ -50,13 +52,21 @@ impl KvCache {
     ) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
         let store = |shape, most| Store::new(backend, shape, (blocks_max, most), backing);
-        let windows = shape
-            .windows()
-            .map(|(shape, blocks)| store(shape, blocks as usize))
-            .transpose()?;
+        let some = |layers: Option<u32>| {
+            let windows = shape.windows().map(|(shape, blocks)| {
+                let attention_layers = layers.unwrap_or(shape.attention_layers);
+                let shape = KvShape {
+                    attention_layers,
+                    ..shape
+                };
+                store(shape, blocks as usize)
+            });
+            windows.transpose()
+        };
         Ok(Self {
             whole: store(shape.whole(), usize::MAX)?,
-            windows,
+            windows: some(None)?,
+            aside: some(Some(1))?,
             shape,
             blocks_max,
         })
@@ -112,7 +122,11 @@ impl KvCache {
         if kind > from {
             settle(backend)?;
             self.whole.open_as(kind)?;
-            if let Some(Err(error)) = self.windows.as_mut().map(|windows| windows.open_as(kind)) {
+            let others = self.windows.iter_mut().chain(&mut self.aside);
+            if let Some(error) = others
+                .map(|store| store.open_as(kind))
+                .find_map(Result::err)
+            {
                 self.whole.open_as(from).ok();
                 return Err(error);
             }
@@ -122,6 +136,9 @@ impl KvCache {
             .windows
             .as_mut()
             .map(|windows| windows.convert(backend, kind, used));
+        if let Some(aside) = &mut self.aside {
+            aside.convert(backend, kind, 0)?;
+        }
         Ok(converted?.and(windows.transpose()?.unwrap_or_default()))
     }
 
@@ -154,26 +171,31 @@ impl KvCache {
 
     /// Copies what a sequence cannot be cut back without: a recurrent state, and what the layers with windows have of these
     /// tokens. The copy lies at places that no block has, behind those of the first `used` tokens; `None` where there are not
-    /// enough.
+    /// enough. One that `goes_on` has place for as many blocks of windows as the layers keep.
     pub(super) fn save(
         &mut self,
         backend: &mut dyn Backend,
         used: u32,
         state: Option<&Buffer>,
-        windows: Range<u32>,
+        (windows, goes_on): (Range<u32>, bool),
     ) -> Result<Option<Copy>, DeviceError> {
         let windows = match self.windows {
-            Some(_) => {
-                let block = self.shape.block_tokens.get().max(1);
-                (windows.start / block) as usize..blocks_for(&self.shape, windows.end)
-            }
+            Some(_) => self.block_of(windows.start)..blocks_for(&self.shape, windows.end),
             None => 0..0,
         };
-        let bytes = self.copy_len(state, windows.len());
+        let mut slots = windows.len();
+        if let Some(aside) = self.aside.as_mut().filter(|_| goes_on) {
+            slots = aside.most();
+            // What it takes is on the ledger from the start.
+            if aside.blocks() == 0 && aside.resize(backend, self.blocks_max, 0).is_err() {
+                return Ok(None);
+            }
+        }
+        let bytes = self.copy_len(state, slots);
         let Some(id) = self.whole.take(blocks_for(&self.shape, used), bytes) else {
             return Ok(None);
         };
-        let copy = Copy { id, windows };
+        let copy = Copy { id, windows, slots };
         for (from, to) in self.spans(&copy, state) {
             backend.queue(Operation::Move { from, to })?;
         }
@@ -207,16 +229,69 @@ impl KvCache {
         self.tokens_of(places.sum()).get()
     }
 
-    /// Tokens of capacity that a copy of a state takes.
+    /// Tokens of capacity that a copy takes which goes on.
     pub(super) fn tokens_of_copy(&self, state: Option<&Buffer>) -> u32 {
-        let places = self.whole.places_for(self.copy_len(state, 0));
+        let slots = self.aside.as_ref().map_or(0, Store::most);
+        let places = self.whole.places_for(self.copy_len(state, slots));
         self.tokens_of(places.unwrap_or(0)).get()
+    }
+
+    /// Notes that a copy has come to so many tokens.
+    pub(super) fn extend_copy(&self, copy: &mut Copy, tokens: u32) {
+        let end = blocks_for(&self.shape, tokens).max(copy.windows.end);
+        if self.has_windows() {
+            copy.windows = copy.windows.start.max(end.saturating_sub(copy.slots))..end;
+        }
+    }
+
+    /// Where a copy has the blocks of a layer with a window that a token at `position` sees, and where that layer is computed, part by
+    /// part; of the block that the token is written to only, if it `is_written`. `number` is that of the layer among its kind.
+    pub(super) fn window_of_copy(
+        &self,
+        (copy, state): (&Copy, Option<&Buffer>),
+        number: usize,
+        (position, is_written): (u32, bool),
+    ) -> Vec<(Span, Span)> {
+        let last = self.block_of(position);
+        let first = copy
+            .windows
+            .start
+            .max((last + 1).saturating_sub(copy.slots));
+        let blocks = if is_written { last } else { first }..last + 1;
+        let len = self.aside.as_ref().map_or(0, Store::block_len);
+        let mut all = Vec::new();
+        for index in blocks {
+            let Some(Span::Region(space, block)) =
+                self.aside.as_ref().and_then(|aside| aside.block(index))
+            else {
+                continue;
+            };
+            let start = self.copy_len(state, copy.slot(index)) + number * len;
+            let mut at = block.start;
+            for part in self.whole.parts(copy.id, start..start + len) {
+                let bytes = at..at + part.len();
+                at += part.len();
+                all.push((part, Span::Region(space.lend(), bytes)));
+            }
+        }
+        all
+    }
+
+    /// The cache for an operation of the layer with a window that is computed aside.
+    #[must_use]
+    pub(super) fn cells_aside(&self) -> Option<Cells<'_>> {
+        self.aside.as_ref().map(Store::cells)
+    }
+
+    /// Memory of the layer that is computed aside.
+    #[must_use]
+    pub fn aside(&self) -> Bytes {
+        self.aside.as_ref().map_or(Bytes::ZERO, Store::bytes)
     }
 
     /// What a copy is of, and where it has that, part by part.
     fn spans(&self, copy: &Copy, state: Option<&Buffer>) -> Vec<(Span, Span)> {
         let mut all = Vec::new();
-        let mut start = 0;
         if let Some(state) = state {
             let mut at = 0;
             for part in self.whole.parts(copy.id, 0..state.bytes().as_len()) {
@@ -224,9 +299,9 @@ impl KvCache {
                 at += part.len();
                 all.push((Span::Buffer(view), part));
             }
-            start = state.bytes().as_len();
         }
         for index in copy.windows.clone() {
+            let start = self.copy_len(state, copy.slot(index));
             let Some(Span::Region(space, block)) = self
                 .windows
                 .as_ref()
@@ -240,7 +315,6 @@ impl KvCache {
                 at += part.len();
                 all.push((Span::Region(space.lend(), bytes), part));
             }
-            start += block.len();
         }
         all
     }
@@ -263,21 +337,26 @@ impl KvCache {
         self.whole.parked_places(number)
     }
 
-    /// Places of a copy, and the blocks of layers with windows that it has.
-    pub(super) fn copy_places(&self, copy: &Copy) -> (&[usize], Range<usize>) {
-        (self.whole.copy_places(copy.id), copy.windows.clone())
+    /// Places of a copy, the blocks of layers with windows that it has, and how many it has place for.
+    pub(super) fn copy_places(&self, copy: &Copy) -> (&[usize], Range<usize>, usize) {
+        let places = self.whole.copy_places(copy.id);
+        (places, copy.windows.clone(), copy.slots)
     }
 
     /// Takes over parked sequences and copies by their places, in a cache that has none.
     pub(super) fn take_over(
         &mut self,
         parked: Vec<Vec<usize>>,
-        copies: Vec<(Vec<usize>, Range<usize>)>,
+        copies: Vec<(Vec<usize>, Range<usize>, usize)>,
     ) -> Vec<Copy> {
-        let (places, windows): (Vec<_>, Vec<_>) = copies.into_iter().unzip();
+        let of = copies.into_iter();
+        let (places, windows): (Vec<_>, Vec<_>) = of
+            .map(|(places, windows, slots)| (places, (windows, slots)))
+            .unzip();
         let ids = self.whole.take_over(parked, places);
         let copies = ids.into_iter().zip(windows);
-        copies.map(|(id, windows)| Copy { id, windows }).collect()
+        let copy = |(id, (windows, slots))| Copy { id, windows, slots };
+        copies.map(copy).collect()
     }
 
     /// Waits until nothing in flight uses the cache.
@@ -475,6 +554,11 @@ impl KvCache {
             .cells()
     }
 
+    /// The block that a token is in.
+    fn block_of(&self, token: u32) -> usize {
+        (token / self.shape.block_tokens.get().max(1)) as usize
+    }
+
     fn blocks_wanted(&self, capacity: Tokens, used: u32) -> usize {
         blocks_for(&self.shape, capacity.get().max(used)).min(self.blocks_max)
     }
@@ -491,6 +575,15 @@ pub struct Copy {
     id: CopyId,
     /// Which blocks of the layers with windows it has.
     windows: Range<usize>,
+    /// How many it has place for: they come round, as with the layers.
+    slots: usize,
+}
+
+impl Copy {
+    /// The place of a block among those of windows.
+    fn slot(&self, index: usize) -> usize {
+        index % self.slots.max(1)
+    }
 }
 
 fn blocks_for(shape: &KvShape, tokens: u32) -> usize {

@@ -205,6 +205,7 @@ impl Layout {
             context_max: Tokens::new(spec.context_max),
             workspace_fixed_bytes: logits_bytes(spec)
                 .round_up(page())
+                .saturating_add(window_bytes(&kv_shape(spec)))
                 .saturating_add(scratch.round_up(page()))
                 .saturating_add(page().saturating_mul(WORKSPACE_BUFFERS)),
             workspace_bytes_per_token: self.widths.bytes().saturating_add(activations),
@@ -517,10 +518,21 @@ pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
     state_of_layers(spec, layers)
 }
 
-/// The same of one layer, where one of another conversation is computed in; zero for models that compute one at a time.
+/// The same of one layer, which one of a conversation that was set aside is computed in.
 #[must_use]
 pub fn layer_state_bytes(spec: &Spec) -> Bytes {
-    state_of_layers(spec, usize::from(answers_max(spec) > 1))
+    state_of_layers(spec, 1)
+}
+
+/// What a layer with a window keeps, which one of a conversation that was set aside is computed in.
+fn window_bytes(kv: &KvShape) -> Bytes {
+    kv.windows().map_or(Bytes::ZERO, |(shape, blocks)| {
+        let layer = KvShape {
+            attention_layers: 1,
+            ..shape
+        };
+        layer.blocks_bytes(blocks, KvType::F16)
+    })
 }
 
 fn state_of_layers(spec: &Spec, layers: usize) -> Bytes {
@@ -585,21 +597,12 @@ pub(super) const fn logits_stride(spec: &Spec) -> usize {
 
 /// Memory of the logits of all tokens computed together.
 pub(super) fn logits_bytes(spec: &Spec) -> Bytes {
-    Bytes::of_len(logits_stride(spec) * 4 * answers_max(spec))
+    Bytes::of_len(logits_stride(spec) * 4 * ANSWERS_MAX)
 }
 
-/// Number of answers computed together: windows exist once.
-pub(super) const fn answers_max(spec: &Spec) -> usize {
-    if spec.attention.local.is_some() {
-        1
-    } else {
-        ANSWERS_MAX
-    }
-}
-
-/// Our choice: at this number, some processors take longer to compute a pass than to read the weights, and more answers
+/// Number of answers computed together. Our choice: at this number, some processors take longer to compute a pass than to read the weights, and more answers
 /// gain nothing.
-const ANSWERS_MAX: usize = 8;
+pub(super) const ANSWERS_MAX: usize = 8;
 
 /// Words after the logits: whether keys or values are not finite, and the findings of
 /// [`Finish`](super::backend::Finish).

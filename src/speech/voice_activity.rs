@@ -185,6 +185,15 @@ impl EarlyPause {
     }
 }
 
+/// Whether audio of this length, which began so long ago, comes as it is spoken: faster, it is a file.
+#[must_use]
+pub fn comes_as_spoken(audio: Duration, elapsed: Duration) -> bool {
+    audio <= elapsed + AHEAD_MAX
+}
+
+/// How far audio may be ahead of the time. Our choice: some buffers of a microphone.
+const AHEAD_MAX: Duration = Duration::from_millis(500);
+
 /// Whether a whole recording contains speech: several consecutive frames are above the least level and well above the
 /// quietest tenth of the recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of
 /// them.

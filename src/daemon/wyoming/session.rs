@@ -22,7 +22,7 @@ use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
     resample::Resampler,
     server::{self, Activity, BAD_REQUEST, Hold, NOT_SUPPORTED, Reply, Session, SessionError},
-    voice_activity::{VoiceDetector, VoiceEdge},
+    voice_activity::{VoiceDetector, VoiceEdge, comes_as_spoken},
     wyoming::{
         AudioFormat, Event,
         event::{RunPipeline, Voice},
@@ -484,7 +484,7 @@ impl Recording {
 
     /// A copy of the audio so far, if it comes while it is spoken and there is memory for the copy.
     fn copied(&self, api: &Api) -> Option<(MonoAudio, OwnedSemaphorePermit)> {
-        if self.audio.duration() > self.began.elapsed() + AHEAD_MAX {
+        if !comes_as_spoken(self.audio.duration(), self.began.elapsed()) {
             return None;
         }
         let kib = u32::try_from(kib_of(&self.audio)).ok()?;
@@ -544,10 +544,6 @@ const PIECES_QUEUED: usize = 64;
 
 /// Threshold of the detector that looks for pauses: OpenAI's default for turns.
 const THRESHOLD: f64 = 0.5;
-
-/// How far audio may be ahead of the time: one that comes faster is a file, which ends soon. Our choice: some buffers
-/// of a microphone.
-const AHEAD_MAX: Duration = Duration::from_millis(500);
 
 /// Speakers listed in an error: some voices have hundreds.
 const SPEAKERS_SHOWN: usize = 10;

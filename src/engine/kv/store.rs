@@ -613,6 +613,11 @@ impl Store {
         self.blocks
     }
 
+    /// Places that there are at most.
+    pub(super) const fn most(&self) -> usize {
+        self.most
+    }
+
     /// Memory of the blocks that belong to sequences that are parked only.
     pub(super) fn parked(&self) -> Bytes {
         self.bytes_of(self.kept).saturating_sub(self.copied())

@@ -369,6 +369,25 @@ impl Pass<'_, '_> {
     /// Attention of some rows of a chunk of `all`; those before them have been there.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let (local, window) = (layer.local, self.model.spec.window(layer));
+        let alike = |other: &&LayerSpec| {
+            other.kind == LayerKind::Attention
+                && self.model.spec.window(other).is_some() == window.is_some()
+        };
+        let before = self.model.spec.layers.iter().take(index);
+        let number = before.filter(alike).count();
+        let aside = match self.batch.other(rows.start) {
+            Some(other) => {
+                let (parked, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
+                Some((other.lane, parked, position))
+            }
+            None => None,
+        };
+        // A layer with a window is there once: that of another conversation is moved to where it is computed.
+        let moved = aside.filter(|_| window.is_some());
+        if let Some((lane, _, position)) = moved {
+            self.move_window((lane, number), (position, false))?;
+        }
         let (spec, work) = (self.model.spec.attention, &self.model.workspace);
         let query = spec.heads * spec.head_dim;
         let kv = spec.kv_heads * spec.head_dim;
@@ -378,40 +397,27 @@ impl Pass<'_, '_> {
                 .weights
                 .vector(&self.model.layout.fixed, index, vector)
         };
-        let window = self.model.spec.window(layer);
-        let alike = |other: &&LayerSpec| {
-            other.kind == LayerKind::Attention
-                && self.model.spec.window(other).is_some() == window.is_some()
-        };
-        let number = self
-            .model
-            .spec
-            .layers
-            .iter()
-            .take(index)
-            .filter(alike)
-            .count();
         // Behind the angles of all rows come those of local layers.
-        let angles = if layer.local {
-            all + rows.start
-        } else {
-            rows.start
-        };
+        let angles = if local { all + rows.start } else { rows.start };
         let sequence = &self.model.sequence;
-        let own = self.batch.own();
-        let (cells, position) = if own.contains(&rows.start) {
-            let position = sequence.position as usize + rows.start - own.start;
-            (sequence.cache.cells(window.is_some()), position)
-        } else {
-            let (lane, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
-            (sequence.cache.cells_of(lane), position)
+        let (cells, position) = match aside {
+            None => {
+                let own = rows.start - self.batch.own().start;
+                let position = sequence.position as usize + own;
+                (sequence.cache.cells(window.is_some()), position)
+            }
+            Some((_, _, position)) if moved.is_some() => {
+                let cells = sequence.cache.cells_aside();
+                (cells.ok_or(Failure::NoMatrix)?, position)
+            }
+            Some((_, parked, position)) => (sequence.cache.cells_of(parked), position),
         };
         let of_rows = |width: usize| rows.start * width..rows.end * width;
         let flags = self.flags(self.batch.result_of(rows.start));
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
-            gap: self.model.sequence.dropped.gap(layer.local),
+            gap: self.model.sequence.dropped.gap(local),
             // A bias of queries would have to come before it; the families that have one let no queries grow.
             temperature: self.model.spec.temperature,
             epsilon: self.model.spec.epsilon,
@@ -427,7 +433,7 @@ impl Pass<'_, '_> {
             key: work.second.view(of_rows(kv)),
             value: work.third.view(of_rows(kv)),
             cells,
-            layer: number,
+            layer: if moved.is_some() { 0 } else { number },
             position,
             rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
@@ -435,6 +441,30 @@ impl Pass<'_, '_> {
             broken: flags.first(1),
             prepare: self.prepare(index, &[Role::Output], rows.start),
         }))?;
+        if let Some((lane, _, position)) = moved {
+            self.move_window((lane, number), (position, true))?;
+        }
+        Ok(())
+    }
+
+    /// Moves what a token of a conversation that was set aside sees of a layer with a window to where it is computed, or the block
+    /// that it `is_written` to back.
+    fn move_window(
+        &mut self,
+        (lane, number): (Lane, usize),
+        (position, is_written): (usize, bool),
+    ) -> Result<(), Failure> {
+        let position = u32::try_from(position).unwrap_or(u32::MAX);
+        let sequence = &self.model.sequence;
+        let parts = sequence.aside_window(lane, number, (position, is_written));
+        for (copy, memory) in parts.ok_or(Failure::NoMatrix)? {
+            let (from, to) = if is_written {
+                (memory, copy)
+            } else {
+                (copy, memory)
+            };
+            self.model.backend.queue(Operation::Move { from, to })?;
+        }
         Ok(())
     }
 

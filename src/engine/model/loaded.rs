@@ -199,7 +199,10 @@ impl Model {
             self.header.heap_bytes(),
         );
         let (kv, state) = (self.sequence.cache.bytes(), self.sequence.state.bytes());
-        let workspace = self.workspace.bytes() + self.logits.bytes() + self.needs.context;
+        let workspace = self.workspace.bytes()
+            + self.logits.bytes()
+            + self.sequence.cache.aside()
+            + self.needs.context;
         let ring = self.weights.ring_bytes();
         Breakdown {
             weights,
@@ -276,10 +279,10 @@ impl Model {
         self.sequence.droppable()
     }
 
-    /// Whether copies of its state are needed to go back: a model without recurrent layers can be cut back anywhere.
+    /// Whether copies of its state or of windows are needed to go back: other models can be cut back anywhere.
     #[must_use]
-    pub fn needs_marks(&self) -> bool {
-        self.sequence.needs_marks()
+    pub fn has_copies(&self) -> bool {
+        self.sequence.has_copies()
     }
 
     /// Whether parts are read for every token.

@@ -343,7 +343,7 @@ impl Memory {
             .map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
             // Of tokens that are not there nothing is ever written.
-            for row in 0..shape::answers_max(spec) {
+            for row in 0..shape::ANSWERS_MAX {
                 let first = row * shape::logits_stride(spec);
                 backend.queue(Operation::Fill {
                     floats: logits.view(first..first + spec.vocabulary),

@@ -190,7 +190,7 @@ impl Model {
     /// How many answers may be computed together, with the present chunk size.
     #[must_use]
     pub fn answers_max(&self) -> usize {
-        shape::answers_max(&self.spec).min(self.workspace.chunk())
+        shape::ANSWERS_MAX.min(self.workspace.chunk())
     }
 
     /// How many tokens may be computed in one pass, with the present chunk size.

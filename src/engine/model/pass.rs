@@ -66,7 +66,7 @@ pub(super) fn run_together(
     }
     let (batch, tokens) = Batch::of(spans);
     refuse_unknown(model, &tokens)?;
-    let results = shape::answers_max(&model.spec);
+    let results = shape::ANSWERS_MAX;
     if tokens.len() > model.workspace.chunk() || batch.results() > results {
         return Err(ForwardError::BeyondChunk {
             tokens: tokens.len(),
@@ -107,8 +107,8 @@ pub(super) fn run_together(
             .iter()
             .filter_map(|span| Some((span.lane?, span.tokens)))
     };
-    if model.needs_marks() && lanes().next().is_some() {
-        // Their states lie in the KV cache, and not as rows that another type could be made of.
+    if model.has_copies() && lanes().next().is_some() {
+        // What they have beside their blocks lies in the KV cache, and not as rows that another type could be made of.
         preemption.keep_kv_type(model.plan.kv_type);
     }
     let mut pass = Pass {

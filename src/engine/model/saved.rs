@@ -49,8 +49,9 @@ struct Contents {
     /// Bytes of a place.
     place_bytes: usize,
     conversations: Vec<SavedConversation>,
-    /// The places of each copy, and the blocks of layers with windows that it has.
-    copies: Vec<(Vec<usize>, (usize, usize))>,
+    /// The places of each copy; the first block of layers with windows that it has, the one behind the last, and how many it has
+    /// place for.
+    copies: Vec<(Vec<usize>, (usize, usize, usize))>,
     /// The CRC of each place.
     checks: Vec<u32>,
 }
@@ -222,7 +223,7 @@ impl Model {
         let parked = parked.map(|one| one.places.clone()).collect();
         let copies = contents.copies.into_iter();
         let copies = copies
-            .map(|(places, (first, end))| (places, first..end))
+            .map(|(places, (first, end, slots))| (places, first..end, slots))
             .collect();
         let copies = self.sequence.cache.take_over(parked, copies);
         for one in contents.conversations {
@@ -251,12 +252,12 @@ impl Model {
     /// The conversations that are parked.
     fn contents(&self) -> io::Result<Contents> {
         let cache = &self.sequence.cache;
-        let mut copies: Vec<(Vec<usize>, (usize, usize))> = Vec::new();
+        let mut copies: Vec<(Vec<usize>, (usize, usize, usize))> = Vec::new();
         let mut conversations = Vec::new();
         for (number, one) in self.sequence.idle() {
             let mut mark = |mark: &Mark| {
-                let (places, windows) = cache.copy_places(&mark.copy);
-                let copy = (places.to_vec(), (windows.start, windows.end));
+                let (places, windows, slots) = cache.copy_places(&mark.copy);
+                let copy = (places.to_vec(), (windows.start, windows.end, slots));
                 let known = copies.iter().position(|known| *known == copy);
                 let copy = known.unwrap_or_else(|| {
                     copies.push(copy);
@@ -323,15 +324,15 @@ impl Contents {
         let places = self.checks.len();
         let is_place = |place: &usize| *place < places;
         let copies = self.copies.iter();
-        copies
-            .clone()
-            .all(|(all, (first, end))| all.iter().all(is_place) && first <= end)
-            && self.conversations.iter().all(|one| {
-                one.places.iter().all(is_place)
-                    && one.tokens.iter().all(|token| *token < vocabulary)
-                    && one.copies().all(|copy| copy < self.copies.len())
-                    && one.tokens.len().div_ceil(BLOCK) <= one.places.len()
-            })
+        copies.clone().all(|(all, (first, end, slots))| {
+            let blocks = end.checked_sub(*first);
+            all.iter().all(is_place) && blocks.is_some_and(|blocks| blocks <= *slots)
+        }) && self.conversations.iter().all(|one| {
+            one.places.iter().all(is_place)
+                && one.tokens.iter().all(|token| *token < vocabulary)
+                && one.copies().all(|copy| copy < self.copies.len())
+                && one.tokens.len().div_ceil(BLOCK) <= one.places.len()
+        })
     }
 
     /// Keeps the most recent conversations that occupy at most `most` places together.
@@ -394,7 +395,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-const MAGIC: &str = "cotenant-conversations 1";
+const MAGIC: &str = "cotenant-conversations 2";
 /// Tokens of a block.
 const BLOCK: usize = crate::kv::KV_BLOCK_TOKENS.get() as usize;
 /// The first line at most.

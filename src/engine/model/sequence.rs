@@ -386,18 +386,18 @@ impl Sequence {
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where that
-    /// cannot be done: its model has windows, which are there once, tokens of it were dropped, or there is no place for a copy of
-    /// its state.
+    /// cannot be done: tokens of it were dropped, or there is no place for a copy of its state and windows.
     pub(super) fn set_aside(&mut self, backend: &mut dyn Backend, held: &[u32]) -> Option<Lane> {
         let is_whole = !self.lost
             && self.dropped.tokens() == 0
             && held.len() == self.position as usize
-            && !self.cache.has_windows();
+            && self.has_window(self.position);
         if !is_whole {
             return None;
         }
-        let state = if self.needs_marks() {
-            let saved = self.save(backend, 0..0);
+        let state = if self.has_copies() {
+            let windows = self.first_seen(self.position)..self.position;
+            let saved = self.save(backend, windows, true);
             Some(self.noted(saved)?)
         } else {
             None
@@ -422,7 +422,7 @@ impl Sequence {
     pub(super) fn is_lost(&self, lane: Lane) -> bool {
         let number = self.parked.number_of(lane);
         let parked = number.and_then(|number| self.parked.get(number));
-        self.needs_marks() && parked.is_some_and(|parked| parked.state.is_none())
+        self.has_copies() && parked.is_some_and(|parked| parked.state.is_none())
     }
 
     /// Notes that the state of one that was set aside is worth nothing: a pass with tokens of it did not finish.
@@ -432,6 +432,19 @@ impl Sequence {
             parked.state = None;
         }
         self.release_copies();
+    }
+
+    /// Where the blocks of a layer with a window lie that a token at `position` of one that was set aside sees, part by part, and where
+    /// the layer is computed; of the block that the token is written to only, if it `is_written`.
+    pub(super) fn aside_window(
+        &self,
+        lane: Lane,
+        number: usize,
+        position: (u32, bool),
+    ) -> Option<Vec<(Span, Span)>> {
+        let parked = self.parked.get(self.parked.number_of(lane)?)?;
+        let copy = (parked.state.as_ref()?, self.state.memory());
+        Some(self.cache.window_of_copy(copy, number, position))
     }
 
     /// Where a layer of the state of one that was set aside lies, part by part, and where it is computed in.
@@ -497,7 +510,7 @@ impl Sequence {
             take_spare(&mut parked.marks);
             parked.marks.push(Mark::end(end, state));
         }
-        if parked.marks.is_empty() && self.needs_marks() {
+        if parked.marks.is_empty() && self.has_copies() {
             self.forget(number);
         }
         self.release_copies();
@@ -562,6 +575,10 @@ impl Sequence {
         let number = self.parked.number_of(lane);
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
             parked.tokens.extend_from_slice(tokens);
+            if let Some(copy) = &mut parked.state {
+                let length = u32::try_from(parked.tokens.len()).unwrap_or(u32::MAX);
+                self.cache.extend_copy(copy, length);
+            }
         }
     }
 
@@ -628,7 +645,7 @@ impl Sequence {
     }
 
     /// Whether copies are of any use: other models can be cut back anywhere.
-    fn has_copies(&self) -> bool {
+    pub(super) fn has_copies(&self) -> bool {
         self.needs_marks() || self.cache.has_windows()
     }
 
@@ -639,7 +656,7 @@ impl Sequence {
             return;
         }
         self.marks.make_room(kind);
-        let saved = self.save(backend, self.first_seen(position)..position);
+        let saved = self.save(backend, self.first_seen(position)..position, false);
         // Without place the next prompt is read again.
         if let Some(copy) = self.noted(saved) {
             self.marks.put(kind, position, copy);
@@ -652,12 +669,13 @@ impl Sequence {
         &mut self,
         backend: &mut dyn Backend,
         windows: Range<u32>,
+        goes_on: bool,
     ) -> Result<Option<KvCopy>, DeviceError> {
         let used = self.needed.max(self.kept());
         let saved = loop {
             self.release_copies();
             self.cache.cut(self.position);
-            let (state, windows) = (self.state.memory(), windows.clone());
+            let (state, windows) = (self.state.memory(), (windows.clone(), goes_on));
             let saved = self.cache.save(backend, used, state, windows);
             if !matches!(saved, Ok(None)) {
                 break saved;

@@ -62,6 +62,7 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
         Architecture::Qwen3,
         Architecture::Llama,
         Architecture::Qwen35,
+        Architecture::Gemma3,
     ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");

@@ -18,7 +18,7 @@ use super::{
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, TTS_RATE_HZ},
     resample::{ResampleError, Resampler},
-    voice_activity::{EarlyPause, VoiceDetector, VoiceEdge},
+    voice_activity::{EarlyPause, VoiceDetector, VoiceEdge, comes_as_spoken},
 };
 
 /// One utterance of a user, 16 kHz mono, with the permit for its memory.
@@ -93,7 +93,7 @@ impl Input {
     /// A copy of the buffer, if audio comes while it is spoken and there is memory for the copy.
     pub(super) fn copied(&self) -> Option<Utterance> {
         let spoken = Duration::from_millis(millis(self.end()));
-        if spoken > self.began?.elapsed() + AHEAD_MAX {
+        if !comes_as_spoken(spoken, self.began?.elapsed()) {
             return None;
         }
         let kib = u32::try_from(kib_of(self.samples.len())).ok()?;
@@ -317,8 +317,6 @@ const fn kib_of(samples: usize) -> usize {
     (samples * 2).div_ceil(1024) + 1
 }
 
-/// How far audio may be ahead of the time: one that comes faster is a file. Our choice: some buffers of a microphone.
-const AHEAD_MAX: Duration = Duration::from_millis(500);
 /// OpenAI's own limit.
 const COMMIT_MIN: Duration = Duration::from_millis(100);
 /// Samples in which the detector may find speech later: five frames.

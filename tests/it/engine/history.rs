@@ -274,7 +274,10 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
         let common = u32::try_from(common.min(prompt.len() - 1)).unwrap();
         let kept = model.keep(common);
         assert!(kept <= common && kept == model.position());
-        assert!(model.needs_marks() || kept == common.min(u32::try_from(sequence.len()).unwrap()));
+        assert!(
+            model.shape().state_bytes > Bytes::ZERO
+                || kept == common.min(u32::try_from(sequence.len()).unwrap())
+        );
         reused += kept;
         // Under any sheds and growth, kept tokens are reused or recomputed, and never wrong.
         let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
@@ -341,10 +344,17 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
         model.mark_at(192);
         model.forward(&prompt, &mut go()).unwrap();
         let held = model.breakdown();
-        assert_eq!(held.kv_marks > Bytes::ZERO, model.needs_marks());
+        assert_eq!(
+            held.kv_marks > Bytes::ZERO,
+            model.shape().state_bytes > Bytes::ZERO
+        );
         assert_eq!(
             model.keep(197),
-            if model.needs_marks() { 192 } else { 197 },
+            if model.shape().state_bytes > Bytes::ZERO {
+                192
+            } else {
+                197
+            },
             "{architecture:?}"
         );
 
@@ -362,7 +372,14 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
         );
         assert_eq!(
             (model.breakdown().kv_marks, model.position()),
-            (Bytes::ZERO, if model.needs_marks() { 192 } else { 197 })
+            (
+                Bytes::ZERO,
+                if model.shape().state_bytes > Bytes::ZERO {
+                    192
+                } else {
+                    197
+                }
+            )
         );
     }
 }

@@ -21,8 +21,8 @@ use candle_core::quantized::k_quants::{
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Convolve, Delta, Device, DeviceError, Fence, Finish, Limits,
-    Multiply, Norm, Operation, Region, RowBytes, Span, View, Widen,
+    Activate, Backend, Buffer, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm,
+    Operation, Prepare, Region, RowBytes, Span, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -188,14 +188,22 @@ unsafe impl Backend for Cpu {
             Operation::Convert(job) => {
                 cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?)
             }
-            Operation::Convolve(job) => convolution(pool, isa, job, &mut Access::new(owner)),
-            Operation::Delta(job) => delta_layer(pool, isa, job, &mut Access::new(owner)),
+            Operation::Convolve(job) => {
+                let access = &mut Access::new(owner);
+                let made = convolution::convolve(pool, isa, job, access)?;
+                copy_rows(pool, isa, &job.prepare, (made, job.spec.channels), access)
+            }
+            Operation::Delta(job) => {
+                let access = &mut Access::new(owner);
+                let made = delta::delta(pool, isa, job, access)?;
+                copy_rows(pool, isa, &job.prepare, (made, job.spec.values()), access)
+            }
             Operation::Fill { floats, value } => {
                 Access::new(owner).write(floats)?.fill(*value);
                 Ok(())
             }
             Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
-            Operation::Move { from, to } => move_bytes(from, to, &Access::new(owner)),
+            Operation::Move { from, to } => move_bytes(pool, (from, to), &Access::new(owner)),
             Operation::Multiply(job) => {
                 multiply(pool, isa, job, &mut Access::new(owner))?;
                 let then = job.activate.as_ref();
@@ -326,29 +334,16 @@ fn multiply<'op>(
     Ok(())
 }
 
-fn convolution<'op>(
+/// Copies of rows that were made, for the product with what comes next.
+fn copy_rows<'op>(
     pool: &mut Pool,
     isa: Isa,
-    job: &'op Convolve,
+    prepare: &'op Prepare,
+    (made, width): (&[f32], usize),
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
-    let made = convolution::convolve(pool, isa, job, access)?;
-    let channels = job.spec.channels;
-    let copying = Copying::new(isa, &job.prepare, (job.rows.len(), channels), access)?;
-    copying.all(pool, made, channels);
-    Ok(())
-}
-
-fn delta_layer<'op>(
-    pool: &mut Pool,
-    isa: Isa,
-    job: &'op Delta,
-    access: &mut Access<'op>,
-) -> Result<(), DeviceError> {
-    let made = delta::delta(pool, isa, job, access)?;
-    let values = job.spec.values();
-    let copying = Copying::new(isa, &job.prepare, (job.rows.len(), values), access)?;
-    copying.all(pool, made, values);
+    let rows = made.len() / width.max(1);
+    Copying::new(isa, prepare, (rows, width), access)?.all(pool, made, width);
     Ok(())
 }
 
@@ -463,16 +458,39 @@ pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
 }
 
 /// Copies bytes to a target of the same length.
-fn move_bytes(from: &Span, to: &Span, access: &Access<'_>) -> Result<(), DeviceError> {
+fn move_bytes(
+    pool: &mut Pool,
+    (from, to): (&Span, &Span),
+    access: &Access<'_>,
+) -> Result<(), DeviceError> {
     let len = from.len();
     if to.len() != len {
         return Err(DeviceError::new(format!("{len} bytes meet {}", to.len())));
     }
     let (from, to) = (access.span(from)?, access.span(to)?);
-    // SAFETY: both are memory of that length, and one operation is executed at a time.
-    unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), len) };
+    let apart = from.addr().get().abs_diff(to.addr().get());
+    if apart < len || len < 2 * MOVED_ITEM {
+        // SAFETY: both are memory of that length, and one operation is executed at a time.
+        unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), len) };
+        return Ok(());
+    }
+    // SAFETY: as above, and they have nothing in common.
+    let (from, to) = unsafe {
+        let from = std::slice::from_raw_parts(from.as_ptr().cast_const(), len);
+        (from, std::slice::from_raw_parts_mut(to.as_ptr(), len))
+    };
+    let share = Share::new(to);
+    pool.run(len.div_ceil(MOVED_ITEM), &|item| {
+        let start = item * MOVED_ITEM;
+        let from = &from[start..len.min(start + MOVED_ITEM)];
+        // SAFETY: each part is one item.
+        unsafe { share.slice(start, from.len()) }.copy_from_slice(from);
+    });
     Ok(())
 }
+
+/// Bytes per item of a move: some ten us, at which a second thread pays.
+const MOVED_ITEM: usize = 128 << 10;
 
 fn same_len(one: &[f32], other: &[f32]) -> Result<usize, DeviceError> {
     if one.len() == other.len() {

@@ -72,14 +72,7 @@ fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     hybrid(&path);
-    let shape = open(&path, 64).shape().clone();
-    let copy = u32::try_from(
-        shape
-            .state_bytes
-            .get()
-            .div_ceil(shape.kv.bytes_per_token(KvType::F16).get()),
-    )
-    .unwrap();
+    let copy = open(&path, 64).aside_takes().get();
     // Beside 300 tokens there is place for so many copies.
     for copies in [1, 2, 4] {
         let mut model = open(&path, 300 + copies * copy + 128);

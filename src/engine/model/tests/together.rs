@@ -163,8 +163,8 @@ impl House {
                     Err(error) => panic!("{error}"),
                 }
             }
-            // A recurrent state takes nothing back.
-            Step::Draft(..) if self.model.needs_marks() => {}
+            // Neither a recurrent state nor a window takes anything back.
+            Step::Draft(..) if self.model.has_copies() => {}
             Step::Draft(who, count, back) => {
                 let Some((lane, mut tokens)) = self.speakers[who].take() else {
                     return;
@@ -208,10 +208,10 @@ impl House {
         assert!(self.model.kernel_resident() <= held.used(), "{held:?}");
     }
 
-    /// Sets the answer of a speaker aside: always, but for a copy of a state that there is no place for.
+    /// Sets the answer of a speaker aside: always, but for a copy that there is no place for.
     fn set_aside(&mut self, who: usize, tokens: Vec<u32>) {
         let lane = self.model.set_aside(&tokens);
-        assert!(lane.is_some() || self.model.needs_marks());
+        assert!(lane.is_some() || self.model.has_copies());
         self.speakers[who] = lane.map(|lane| (lane, tokens));
     }
 
@@ -319,6 +319,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Qwen2, GgmlDType::Q4K, 2),
         (Architecture::Qwen35, GgmlDType::Q8_0, 4),
         (Architecture::Lfm2, GgmlDType::F32, 4),
+        (Architecture::Gemma3, GgmlDType::Q8_0, 7),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
