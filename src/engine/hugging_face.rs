@@ -380,9 +380,9 @@ mod tests {
             shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
             Bytes::from_kib(64).get()
         );
-        // 24 recurrent layers of 32 heads of 128 × 128, and the convolution's state.
+        // 24 recurrent layers of 32 heads of 128 × 128 with the convolution's state, and one more that is computed aside.
         assert!(
-            (Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes),
+            (Bytes::from_mib(50)..Bytes::from_mib(54)).contains(&shape.state_bytes),
             "{}",
             shape.state_bytes
         );

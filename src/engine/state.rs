@@ -59,7 +59,16 @@ impl RecurrentState {
 
     /// Populates all of it at the start of a sequence: in pieces, so that other threads may map memory meanwhile.
     pub fn touch(&self) {
-        self.buffers().for_each(Buffer::touch);
+        if let Some(memory) = &self.memory {
+            memory.touch();
+        }
+    }
+
+    /// Populates what is used between two moves only, at any time between two passes.
+    pub fn touch_aside(&self) {
+        if let Some(aside) = &self.aside {
+            aside.touch();
+        }
     }
 
     /// Resets to the start of a sequence.

@@ -109,6 +109,7 @@ impl Model {
     pub fn settle(&mut self) {
         self.weights.settle();
         self.workspace.touch();
+        self.sequence.state.touch_aside();
         if self.sequence.position == 0 && !self.sequence.lost {
             self.sequence.state.touch();
         }

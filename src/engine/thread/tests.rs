@@ -113,7 +113,10 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
         handle.stop();
         engine.join();
         let most = ran_at_once(&mut events);
-        assert!(most > 4, "{most}");
+        // Copies of states and windows take capacity that others would have.
+        let has_copies = matches!(architecture, Architecture::Qwen35 | Architecture::Gemma3);
+        let least = if has_copies { 2 } else { 5 };
+        assert!(most >= least, "{architecture:?}: {most}");
     }
 }
 
