@@ -121,13 +121,14 @@ impl KvCache {
         let (from, used) = (self.kind(), blocks_for(&self.shape, used));
         if kind > from {
             settle(backend)?;
-            self.whole.open_as(kind)?;
-            let others = self.windows.iter_mut().chain(&mut self.aside);
-            if let Some(error) = others
-                .map(|store| store.open_as(kind))
-                .find_map(Result::err)
-            {
-                self.whole.open_as(from).ok();
+            let mut stores: Vec<&mut Store> = std::iter::once(&mut self.whole)
+                .chain(&mut self.windows)
+                .chain(&mut self.aside)
+                .collect();
+            if let Err(error) = stores.iter_mut().try_for_each(|store| store.open_as(kind)) {
+                for store in stores {
+                    store.open_as(from).ok();
+                }
                 return Err(error);
             }
         }

@@ -44,13 +44,8 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// A mark where a conversation has ended.
-    pub(super) const fn end(position: u32, copy: KvCopy) -> Self {
-        Self::saved(position, copy, false)
-    }
-
-    /// A mark that was saved.
-    pub(super) const fn saved(position: u32, copy: KvCopy, is_fork: bool) -> Self {
+    /// A mark that no pass has made: of an end, unless it `is_fork`.
+    pub(super) const fn of(position: u32, copy: KvCopy, is_fork: bool) -> Self {
         Self {
             position,
             copy,

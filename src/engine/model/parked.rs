@@ -185,6 +185,13 @@ impl AllParked {
         Lane(self.turns)
     }
 
+    /// The answer of the one that was parked last is under way, with this state.
+    pub(super) fn go_on_with_last(&mut self, state: Option<KvCopy>) {
+        if let Some(last) = self.all.last_mut() {
+            (last.is_lane, last.state) = (true, state);
+        }
+    }
+
     /// The number of one whose answer is under way.
     pub(super) fn number_of(&self, lane: Lane) -> Option<usize> {
         let is = |one: &Parked| one.is_lane && one.turn == lane.0;

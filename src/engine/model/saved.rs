@@ -229,7 +229,7 @@ impl Model {
         for one in contents.conversations {
             let mark = |mark: &SavedMark| {
                 let copy = copies.get(mark.copy)?.clone();
-                Some(Mark::saved(mark.position, copy, mark.is_fork))
+                Some(Mark::of(mark.position, copy, mark.is_fork))
             };
             self.sequence.push_saved(Parked {
                 conversation: Conversation {

@@ -191,11 +191,10 @@ impl Sequence {
         while let Some(number) = self.parked.within(client.as_ref(), held) {
             self.forget(number);
         }
-        self.push(held, is_superseded, None);
+        self.push(held, is_superseded);
     }
 
-    /// `aside` of one whose answer is under way: its state, where the model has one.
-    fn push(&mut self, held: &[u32], is_superseded: bool, aside: Option<Option<KvCopy>>) -> Lane {
+    fn push(&mut self, held: &[u32], is_superseded: bool) -> Lane {
         self.cache.park(self.position);
         self.parked.push(Parked {
             conversation: self.conversation.clone(),
@@ -205,8 +204,8 @@ impl Sequence {
             is_superseded,
             turn: 0,
             since: Instant::now(),
-            is_lane: aside.is_some(),
-            state: aside.flatten(),
+            is_lane: false,
+            state: None,
         })
     }
 
@@ -402,7 +401,8 @@ impl Sequence {
         } else {
             None
         };
-        let lane = self.push(held, false, Some(state));
+        let lane = self.push(held, false);
+        self.parked.go_on_with_last(state);
         self.conversation = Conversation::default();
         self.marks.clear();
         self.kv_precision = self.cache.kind();
@@ -508,7 +508,7 @@ impl Sequence {
         if let Some(state) = parked.state.take() {
             let end = u32::try_from(parked.tokens.len()).unwrap_or(u32::MAX);
             take_spare(&mut parked.marks);
-            parked.marks.push(Mark::end(end, state));
+            parked.marks.push(Mark::of(end, state, false));
         }
         if parked.marks.is_empty() && self.has_copies() {
             self.forget(number);

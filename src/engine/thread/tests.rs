@@ -120,6 +120,52 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
     }
 }
 
+#[test]
+fn answers_that_run_together_outlive_another_kv_type() {
+    for architecture in [Architecture::Qwen35, Architecture::Gemma3] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
+        let (sink, mut events) = mpsc::channel(4096);
+        let options = ModelOptions::for_threads(1);
+        let engine = Engine::start(EngineOptions::default(), options, sink).unwrap();
+        let handle = engine.handle();
+        handle.load(&path, plan(5, 4096));
+        assert!(matches!(
+            events.blocking_recv(),
+            Some(EngineEvent::Ready { .. })
+        ));
+        let asked = |number| GenerateRequest {
+            max_tokens: Some(Tokens::new(400)),
+            ..spoken(number, number)
+        };
+        let mut streams: Vec<_> = (0..4)
+            .map(|number| handle.generate(asked(number)).unwrap())
+            .collect();
+        for (revision, kv_type) in (0..12).zip([KvType::Q8, KvType::F16].into_iter().cycle()) {
+            let other = EnginePlan {
+                kv_type,
+                ..plan(5, 4096)
+            };
+            handle.apply(revision, other);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        for stream in &mut streams {
+            let (text, reason) = collect(stream);
+            assert!(!text.is_empty(), "{architecture:?}: {reason:?}");
+            assert!(
+                matches!(reason, FinishReason::Stop | FinishReason::Length),
+                "{architecture:?}: {reason:?}"
+            );
+        }
+        handle.stop();
+        engine.join();
+        assert!(ran_at_once(&mut events) > 1, "{architecture:?}");
+    }
+}
+
 /// A question that repeats itself, so that tokens are drafted for the answer.
 fn repeating(id: u64, number: u64) -> GenerateRequest {
     let content = "the lamp in the hall is on and ".repeat(1 + usize::try_from(number).unwrap());

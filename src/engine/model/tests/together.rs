@@ -311,6 +311,80 @@ impl House {
 }
 
 #[test]
+fn another_kv_type_waits_for_the_end_of_a_pass_with_copies_and_leaves_answers_to_be_read_again() {
+    for architecture in [
+        Architecture::Qwen35,
+        Architecture::Lfm2,
+        Architecture::Gemma3,
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 7)
+            .write(&path)
+            .unwrap();
+        let mut house = House::new(&path);
+        let prompts: Vec<Vec<u32>> = (0..2).map(|seed| text(seed, 90 + seed)).collect();
+        let lanes: Vec<Lane> = prompts
+            .iter()
+            .map(|prompt| {
+                let asked = Asked {
+                    client: None,
+                    prompt,
+                    request: 0,
+                };
+                house.model.select(&[], asked);
+                house.model.forward(prompt, &mut || Flow::Continue).unwrap();
+                house.model.set_aside(prompt).unwrap()
+            })
+            .collect();
+        let spans: Vec<Span<'_>> = lanes
+            .iter()
+            .map(|lane| Span {
+                lane: Some(*lane),
+                tokens: &[5],
+                scored: 1,
+            })
+            .collect();
+        // It arrives at the first look.
+        let mut looks = Once {
+            left: 0,
+            flow: Some(Flow::Apply(plan_of(3, 2048, 64, KvType::Q8))),
+        };
+        house.model.forward_together(&spans, &mut looks).unwrap();
+        for (number, prompt) in prompts.iter().enumerate() {
+            let logits = house.model.logits_of(number, 0).unwrap().to_vec();
+            let all = [&prompt[..], &[5]].concat();
+            assert!(house.expected(&all) == logits, "{architecture:?}, {number}");
+        }
+        assert_eq!(house.model.plan().kv_type, KvType::Q8);
+        for lane in lanes {
+            assert!(house.model.is_lost(lane));
+            assert!(!house.model.make_places(lane, 1) || house.model.resume(&[], lane).is_none());
+            house.model.leave(lane);
+            assert!(!house.model.is_lost(lane));
+        }
+        assert_eq!(house.model.held(), Tokens::ZERO, "{architecture:?}");
+        house
+            .model
+            .apply(&plan_of(3, 2048, 64, KvType::F16))
+            .unwrap();
+        let all = [&prompts[0][..], &[5]].concat();
+        let asked = Asked {
+            client: None,
+            prompt: &all,
+            request: 0,
+        };
+        assert_eq!(house.model.select(&[], asked).kept, 0);
+        let logits = house
+            .model
+            .forward(&all, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
+        assert!(house.expected(&all) == logits, "{architecture:?}");
+    }
+}
+
+#[test]
 fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
     let cases: u32 = env::var("COTENANT_TEST_SCHEDULES").map_or(8, |text| text.parse().unwrap());
     for (architecture, dtype, layers) in [
