@@ -4,6 +4,7 @@ pub mod build_name;
 mod llm;
 mod log;
 mod metrics;
+mod node;
 pub mod otlp;
 mod resource;
 mod span;
@@ -11,7 +12,8 @@ mod table;
 
 pub use llm::LlmLoad;
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
-pub use metrics::{Metrics, NodeInfo};
+pub use metrics::Metrics;
+pub use node::NodeInfo;
 pub use otlp::{Collector, OtlpProtocol, export};
 pub use resource::resource;
 pub use span::{Attribute, Span, SpanContext, SpanKind, SpanValue, Tracer};

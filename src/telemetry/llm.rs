@@ -194,3 +194,39 @@ impl VllmNames {
 
 /// vLLM's label for the model.
 const MODEL_NAME: &str = "model_name";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Metrics;
+
+    #[test]
+    fn the_load_has_vllms_names_where_they_are_wanted() {
+        let metrics = Metrics::new();
+        let load = LlmLoad {
+            running: 2,
+            waiting: 1,
+            used: Tokens::new(512),
+            ..LlmLoad::default()
+        };
+        metrics.set_llm("tiny", &load, Tokens::new(2048));
+        assert!(!metrics.encode().contains("vllm:"), "off by default");
+        metrics.show_vllm_names(true);
+        let text = metrics.encode();
+        for series in [
+            r#"vllm:num_requests_running{model_name="tiny"} 2"#,
+            r#"vllm:num_requests_waiting{model_name="tiny"} 1"#,
+            r#"vllm:kv_cache_usage_perc{model_name="tiny"} 0.25"#,
+            "# EOF",
+        ] {
+            assert_eq!(
+                text.lines().filter(|line| *line == series).count(),
+                1,
+                "{series} in\n{text}"
+            );
+        }
+        assert!(text.ends_with("# EOF\n"));
+        metrics.show_vllm_names(false);
+        assert!(!metrics.encode().contains("vllm:"));
+    }
+}

@@ -34,28 +34,16 @@ use cotenant_units::{Bytes, Tokens};
 use crate::{
     build_name::commit,
     llm::{LlmLoad, LlmMetrics},
+    node::{Node, NodeInfo},
     table::{Known, Labels, Size, Table, labels, raise},
 };
-
-/// Identity of a machine and its configuration; an unknown part is empty, which Prometheus takes for an absent label.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeInfo {
-    /// Model of the board, as its device tree names it.
-    pub board: String,
-    /// Release of L4T: `36.4.7`.
-    pub l4t: String,
-    /// Name of the LLM.
-    pub model: String,
-    /// Hash of the configuration in force.
-    pub config_hash: String,
-}
 
 /// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
     whole: Mutex<()>,
-    node: Family<Labels<5>, Size>,
+    node: Node,
     budget: Size,
     budget_free: Size,
     budget_held: Size,
@@ -120,10 +108,7 @@ impl Metrics {
             Info::new([("version", env!("CARGO_PKG_VERSION")), ("git", commit())]),
         );
         Self {
-            node: table.add(
-                "node_info",
-                "1, with the board, its L4T release, the LLM, the hash of the configuration in force, and the version",
-            ),
+            node: Node::add(&mut table),
             budget: table.add("budget_bytes", "Memory that may be handed out"),
             budget_free: table.add(
                 "budget_free_bytes",
@@ -452,16 +437,7 @@ impl Metrics {
     /// Identity of this machine and its configuration.
     pub fn set_node(&self, node: &NodeInfo) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        // The labels of before are another series.
-        self.node.clear();
-        let labels = labels([
-            ("board", &node.board),
-            ("l4t", &node.l4t),
-            ("model", &node.model),
-            ("config_hash", &node.config_hash),
-            ("version", env!("CARGO_PKG_VERSION")),
-        ]);
-        self.node.get_or_create(&labels).set(1);
+        self.node.set(node);
     }
 
     /// Sets whether the LLM's load is also published under vLLM's names.
@@ -842,57 +818,6 @@ mod tests {
             text.matches("cotenant_worker_deaths_total{").count(),
             DeathClass::ALL.len()
         );
-    }
-
-    #[test]
-    fn the_load_has_vllms_names_where_they_are_wanted() {
-        let metrics = Metrics::new();
-        let load = LlmLoad {
-            running: 2,
-            waiting: 1,
-            used: Tokens::new(512),
-            ..LlmLoad::default()
-        };
-        metrics.set_llm("tiny", &load, Tokens::new(2048));
-        assert!(!metrics.encode().contains("vllm:"), "off by default");
-        metrics.show_vllm_names(true);
-        let text = metrics.encode();
-        for series in [
-            r#"vllm:num_requests_running{model_name="tiny"} 2"#,
-            r#"vllm:num_requests_waiting{model_name="tiny"} 1"#,
-            r#"vllm:kv_cache_usage_perc{model_name="tiny"} 0.25"#,
-            "# EOF",
-        ] {
-            assert_eq!(
-                text.lines().filter(|line| *line == series).count(),
-                1,
-                "{series} in\n{text}"
-            );
-        }
-        assert!(text.ends_with("# EOF\n"));
-        metrics.show_vllm_names(false);
-        assert!(!metrics.encode().contains("vllm:"));
-    }
-
-    #[test]
-    fn a_node_has_one_identity_at_a_time() {
-        let metrics = Metrics::new();
-        for config_hash in ["1", "2"] {
-            metrics.set_node(&NodeInfo {
-                config_hash: config_hash.to_owned(),
-                ..NodeInfo::default()
-            });
-        }
-        let text = metrics.encode();
-        let nodes: Vec<&str> = text
-            .lines()
-            .filter(|line| line.starts_with("cotenant_node_info{"))
-            .collect();
-        let version = env!("CARGO_PKG_VERSION");
-        let expected = format!(
-            r#"cotenant_node_info{{board="",l4t="",model="",config_hash="2",version="{version}"}} 1"#
-        );
-        assert_eq!(nodes, [expected.as_str()]);
     }
 
     #[test]
