@@ -9,7 +9,7 @@ use super::installation::{
     Daemon, Installation, PROGRAM, budget, content, demo_model, long_form, pid_of, said,
     workers_ready,
 };
-use super::wyoming_client::{Client, LISTENER};
+use super::wyoming_client::{Client, with_voice_at_a_socket};
 use crate::http::client::Connection;
 use cotenant::speech::wyoming::{
     Event,
@@ -117,20 +117,7 @@ async fn a_wait_that_is_interrupted_leaves_the_drain_and_one_that_is_overtaken_s
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_is_spoken_is_spoken_to_its_last_sentence_in_a_drain() {
-    let installation = Installation::new("");
-    let socket = installation.path("voice.sock");
-    installation.configure(&format!(
-        "{}{LISTENER}workers:
-  - name: tts
-    role: tts
-    argv: [sleep, \"1000\"]
-    socket: {}
-    ready: {{kind: started}}
-    memory: {{steady: 4MiB}}
-",
-        budget(64),
-        socket.display()
-    ));
+    let (installation, socket) = with_voice_at_a_socket();
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
     // The test speaks in place of the worker.

@@ -15,7 +15,7 @@ use tokio::{
 };
 
 use super::installation::{Installation, asr, budget, demo_model, said, tts};
-use super::wyoming_client::{Client, LISTENER, wyoming_socket};
+use super::wyoming_client::{Client, LISTENER, with_voice_at_a_socket, wyoming_socket};
 use crate::support::{PATIENCE, speech_is_installed};
 
 fn asks(text: &str) -> Event {
@@ -109,20 +109,7 @@ async fn describe_is_answered_while_no_worker_is_up() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_is_served() {
-    let installation = Installation::new("");
-    let socket = installation.path("other.sock");
-    installation.configure(&format!(
-        "{}{LISTENER}workers:
-  - name: misreporting
-    role: tts
-    argv: [sleep, \"1000\"]
-    socket: {}
-    ready: {{kind: started}}
-    memory: {{steady: 4MiB}}
-",
-        budget(64),
-        socket.display()
-    ));
+    let (installation, socket) = with_voice_at_a_socket();
     let daemon = installation.start().await;
     daemon
         .until("ready", super::installation::workers_ready)
@@ -164,7 +151,7 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
         let error = client.until("error").await.pop().unwrap();
         assert_eq!(error.data["code"], "worker-lost", "{error:?}");
         let text = error.data["text"].as_str().unwrap();
-        assert!(text.starts_with("worker `misreporting` failed: "), "{text}");
+        assert!(text.starts_with("worker `tts` failed: "), "{text}");
         assert!(
             client.reader.next().await.unwrap().is_none(),
             "it is not closed"

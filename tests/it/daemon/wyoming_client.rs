@@ -11,11 +11,30 @@ use tokio::{
     time::timeout,
 };
 
-use super::installation::Installation;
+use super::installation::{Installation, budget};
 use crate::support::PATIENCE;
 
 /// `wyoming:` on a socket in the installation.
 pub(super) const LISTENER: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+
+/// An installation with a voice `tts` that only waits, and the socket at which a test may speak in its place.
+pub(super) fn with_voice_at_a_socket() -> (Installation, PathBuf) {
+    let installation = Installation::new("");
+    let socket = installation.path("voice.sock");
+    installation.configure(&format!(
+        "{}{LISTENER}workers:
+  - name: tts
+    role: tts
+    argv: [sleep, \"1000\"]
+    socket: {}
+    ready: {{kind: started}}
+    memory: {{steady: 4MiB}}
+",
+        budget(64),
+        socket.display()
+    ));
+    (installation, socket)
+}
 
 /// Path of that socket.
 pub(super) fn wyoming_socket(installation: &Installation) -> PathBuf {
