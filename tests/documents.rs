@@ -182,9 +182,12 @@ fn source_files_that_documents_cite_exist() {
 
 #[test]
 fn alerts_and_the_dashboard_name_metrics_that_exist() {
-    let metrics = ["metrics.rs", "llm.rs"]
-        .map(|file| fs::read_to_string(root().join("src/telemetry").join(file)).unwrap())
-        .concat();
+    let mut sources = Vec::new();
+    collect(&root().join("src/telemetry"), "rs", &mut sources);
+    let metrics: String = sources
+        .iter()
+        .map(|source| fs::read_to_string(source).unwrap())
+        .collect();
     for (file, least) in [
         ("deploy/prometheus/cotenant.rules.yml", 8),
         ("deploy/grafana/cotenant.json", 25),
