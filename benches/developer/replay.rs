@@ -300,6 +300,7 @@ impl Day {
             kv_droppable: 0,
             kv_dropped: 0,
             untouched: Bytes::ZERO,
+            beside: Vec::new(),
         });
     }
 

@@ -21,6 +21,7 @@ use cotenant_engine::{
     backend,
     disk::Retained,
     helper::THIS_PROGRAM,
+    model::Kept,
     protocol::{Inspected, RunningRequest},
     tensor_group::{TensorGroup, TensorKind},
 };
@@ -28,7 +29,7 @@ use cotenant_http::backend::Weights;
 use cotenant_policy::{
     compute::Compute,
     engine_failure::Cure,
-    event::Event,
+    event::{Event, IdleConversation},
     residency::{EnginePlan, ModelShape},
     snapshot::EngineState,
     speed::Timing,
@@ -486,8 +487,6 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
     let running = snapshot.running.len();
     let position = snapshot.position.get();
-    // Other conversations are cached beside it: the next prompt is as likely to continue one of them as to need new
-    // capacity.
     let (kv_used, kv_kept) = if running > 0 {
         (position, 0)
     } else {
@@ -506,6 +505,16 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         kv_droppable: of_running(|running| running.droppable),
         kv_dropped: of_running(|running| running.dropped),
         untouched: snapshot.untouched,
+        beside: snapshot.kept.iter().map(idle_conversation).collect(),
+    }
+}
+
+fn idle_conversation(kept: &Kept) -> IdleConversation {
+    IdleConversation {
+        capacity: kept.alone,
+        tokens: Tokens::new(kept.tokens.get().saturating_sub(kept.shared.get())),
+        idle_ms: u64::try_from(kept.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+        superseded: kept.is_superseded,
     }
 }
 

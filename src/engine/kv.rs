@@ -433,12 +433,23 @@ impl KvCache {
         self.tokens_of(blocks).get()
     }
 
-    /// Of each sequence that is parked, the tokens in blocks that others have as well, or the first `used` tokens of the one that
-    /// is not.
-    pub(super) fn shared(&self, used: u32) -> Vec<Tokens> {
-        let blocks = self.whole.shared(blocks_for(&self.shape, used));
-        let tokens = |blocks| self.tokens_of(blocks);
+    /// Of each sequence that is parked, the tokens in blocks that only it has, and in those that others have as well, or the first
+    /// `used` tokens of the one that is not.
+    pub(super) fn held(&self, used: u32) -> Vec<(Tokens, Tokens)> {
+        let blocks = self.whole.held_by_each(blocks_for(&self.shape, used));
+        let tokens = |(own, shared)| (self.tokens_of(own), self.tokens_of(shared));
         blocks.into_iter().map(tokens).collect()
+    }
+
+    /// Capacity that a copy takes, as tokens; none where it is there more than once in `all`.
+    pub(super) fn copy_tokens(&self, copy: &Copy, all: &[&Copy]) -> Tokens {
+        let times = all.iter().filter(|other| other.id == copy.id).count();
+        let places = if times > 1 {
+            0
+        } else {
+            self.whole.copy_places(copy.id).len()
+        };
+        self.tokens_of(places)
     }
 
     /// The cache for an operation on a sequence that is parked.

@@ -134,10 +134,12 @@ fn render_event(event: &Event) -> String {
             kv_kept,
             kv_dropped,
             untouched,
+            beside,
             ..
         } => format!(
-            "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of earlier answers, {untouched} untouched{}",
+            "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of earlier answers, {} beside, {untouched} untouched{}",
             counted(*requests, "request"),
+            counted(beside.len() as u64, "conversation"),
             match kv_dropped {
                 0 => String::new(),
                 dropped => format!(", {dropped} tokens dropped"),

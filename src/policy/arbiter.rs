@@ -295,6 +295,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
             kv_droppable,
             kv_dropped,
             untouched,
+            beside,
         } => {
             let [used, kept, droppable, dropped] =
                 [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
@@ -306,6 +307,8 @@ fn take(cx: &mut Context<'_>, event: Event) {
                 droppable,
                 dropped,
                 untouched,
+                beside,
+                at: cx.now,
                 pinned: None,
             };
             engine_events::take_activity(cx, requests, kv);

@@ -14,6 +14,7 @@
 mod answer;
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
@@ -24,10 +25,11 @@ use super::{
     deadline::Deadline,
     decision::NextLoad,
     engine_failure::{Cure, EngineFailure, NextTry},
+    event::IdleConversation,
     kv_type::KvType,
     lease::{LeaseId, Ticket},
     params::{EngineParams, ResidencyMode},
-    price::{KvContents, Price},
+    price::{KeptConversation, KvContents, Price},
     reason::PlanChange,
     residency::{EnginePlan, ModelShape, PlanLimits},
     restart::Restart,
@@ -129,7 +131,7 @@ pub(super) enum PlanKind {
 }
 
 /// Tokens in the KV cache, as the engine reports them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct KvUse {
     /// Of the running answer.
     pub(super) used: Tokens,
@@ -144,6 +146,11 @@ pub(super) struct KvUse {
     pub(super) dropped: Tokens,
     /// What is held and was not touched yet: promised, and still in `MemAvailable`.
     pub(super) untouched: Bytes,
+    /// Conversations beside the sequence, as they were at [`Self::at`].
+    #[serde(default)]
+    pub(super) beside: Vec<IdleConversation>,
+    #[serde(default)]
+    pub(super) at: Timestamp,
     /// Capacity that a sequence needs, or is about to, and until when it is taken for that.
     pub(super) pinned: Option<(Tokens, Timestamp)>,
 }
@@ -436,16 +443,30 @@ impl EngineControl {
     }
 
     /// Contents of the KV cache under the goal, for prices.
-    pub(super) fn kv_contents(&self) -> KvContents {
+    pub(super) fn kv_contents(&self, now: Timestamp) -> KvContents {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let within = |tokens: Tokens| tokens.min(capacity);
         let limits = self.limits();
-        KvContents {
+        let since = now.saturating_since(self.kv.at);
+        let beside = self.kv.beside.iter().map(|one| KeptConversation {
+            capacity: one.capacity,
+            tokens: one.tokens,
+            needed: KeptConversation::needed(
+                Duration::from_millis(one.idle_ms).saturating_add(since),
+                one.superseded,
+            ),
+        });
+        let mut contents = KvContents {
             kept: within(self.kv.kept),
-            used: within(limits.map_or(Tokens::ZERO, |limits| limits.kv_used)),
-            held: within(self.kv.kept.max(self.kv.used)),
+            used: within(self.kv.used),
+            beside: beside.collect(),
+            held: Tokens::ZERO,
             touched: within(self.touched()),
-        }
+        };
+        contents.beside.sort_by_key(|one| Reverse(one.needed));
+        contents.held = within(contents.occupied());
+        contents.used = within(limits.map_or(Tokens::ZERO, |limits| limits.kv_used));
+        contents
     }
 
     /// Contents of the KV cache, for snapshots.

@@ -27,6 +27,20 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
+/// A conversation that the engine keeps beside the one that it computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IdleConversation {
+    /// KV capacity that its end frees, in tokens.
+    pub capacity: Tokens,
+    /// Tokens that a later prompt of it has to read again then.
+    pub tokens: Tokens,
+    /// How long it has waited for that prompt.
+    pub idle_ms: u64,
+    /// Whether another conversation is likely to have taken its place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub superseded: bool,
+}
+
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
@@ -148,6 +162,9 @@ pub enum Event {
         /// What the engine holds and has not touched yet.
         #[serde(default)]
         untouched: Bytes,
+        /// Conversations beside that sequence. A journal of before has none.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        beside: Vec<IdleConversation>,
     },
     /// The engine has measured what it and the disk can do.
     EngineCalibrated(Calibration),

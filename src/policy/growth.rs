@@ -164,7 +164,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         return Err(room.lacks(least));
     }
     // What is worth most comes back first, and nothing is given up for it.
-    let kv = engine.kv_contents();
+    let kv = engine.kv_contents(state.now);
     let plan = shape.grown(goal, target, &limits, &kv);
     let bytes = shape.plan_bytes(&plan);
     let gained = bytes.saturating_sub(now_bytes);

@@ -146,7 +146,15 @@ impl State {
             chunk: !self.engine.is_chunk_pinned(),
         };
         let can_shed = self.engine.can_shed(self.now);
-        can_shed.then(|| Shrink::new(shape, limits, goal, self.engine.kv_contents(), giving))
+        can_shed.then(|| {
+            Shrink::new(
+                shape,
+                limits,
+                goal,
+                self.engine.kv_contents(self.now),
+                giving,
+            )
+        })
     }
 
     /// The plan in which the engine gives the chosen bytes, with what it gives of each kind; and all that it could give,

@@ -3,8 +3,9 @@
 //! The wait with a plan of the engine is that for its weights ([`Price::weights_us`]) and that for its KV
 //! ([`Price::kv_us`]); nothing else prices a layer or a block. One token takes the longer of computing and reading
 //! ([`Speed::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each of which
-//! reads what is streamed once; context that is lost has to be read again, as likely as it is needed. What other holders
-//! give up is priced in the same unit. [`weight`] says by how much the wait of a class counts.
+//! reads what is streamed once; context that is lost has to be read again, as likely as it is needed: that of a conversation
+//! by how long it has been idle. What other holders give up is priced in the same unit. [`weight`] says by how much the wait
+//! of a class counts.
 
 use std::time::Duration;
 
@@ -17,11 +18,36 @@ use super::{
 };
 use cotenant_units::{Bytes, Tokens};
 
+/// A conversation in the KV cache beside the one that is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptConversation {
+    /// Tokens of capacity that its end frees. It is given up as a whole.
+    pub capacity: Tokens,
+    /// Tokens that a later prompt of it has to read again then.
+    pub tokens: Tokens,
+    /// How often in a thousand it is likely needed.
+    pub needed: u32,
+}
+
+impl KeptConversation {
+    /// How often in a thousand a conversation is likely needed that has been idle so long, or one that another one has taken the
+    /// place of.
+    #[must_use]
+    pub fn needed(idle: Duration, is_superseded: bool) -> u32 {
+        let half = u128::from(IDLE_LONG_S) * 1_000_000;
+        let lately = 1000 * half / (half + idle.as_micros());
+        let needed = if is_superseded { 0 } else { lately };
+        u32::try_from(needed.max(NEEDED_LEAST)).unwrap_or(u32::MAX)
+    }
+}
+
 /// Contents of the KV cache, by which its capacity is priced.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvContents {
     /// Tokens that the last answer has left for the next prompt, while no request runs.
     pub kept: Tokens,
+    /// Conversations beside it, those that are likeliest needed first.
+    pub beside: Vec<KeptConversation>,
     /// Tokens that the running answer needs.
     pub used: Tokens,
     /// Tokens in the cache, whether or not a request runs.
@@ -31,6 +57,14 @@ pub struct KvContents {
 }
 
 impl KvContents {
+    /// Capacity that all conversations take.
+    #[must_use]
+    pub fn occupied(&self) -> Tokens {
+        let beside = self.beside.iter().map(|one| one.capacity.get());
+        let certain = self.kept.max(self.used).get();
+        Tokens::new(beside.fold(certain, u32::saturating_add))
+    }
+
     /// A cache that will be filled as far as it may be: for the plan that a model is loaded with.
     #[must_use]
     pub fn to_come(limits: &PlanLimits) -> Self {
@@ -140,10 +174,11 @@ impl<'a> Price<'a> {
     /// certain down to one time in eight for the last token of what is wanted.
     #[must_use]
     pub fn kv_us(&self, capacity: Tokens, kind: KvType, kv: &KvContents) -> u64 {
-        let [capacity, kept, used, held, touched, wanted] = [
+        let [capacity, kept, used, occupied, held, touched, wanted] = [
             capacity,
             kv.kept,
             kv.used,
+            kv.occupied(),
             kv.held,
             kv.touched,
             self.kv_wanted,
@@ -168,7 +203,9 @@ impl<'a> Price<'a> {
         } else {
             capacity
         };
-        let missing = self.likely(left, whole.max(certain), certain);
+        let whole = whole.max(occupied);
+        let end = whole - (occupied - certain);
+        let missing = self.missing(whole - left.min(whole), end, certain, &kv.beside);
         // The oldest tokens of a running answer are lost to it.
         let lost = self.likely(capacity.min(used), used, used) * (LOST_FOR_EVER - 1);
         let imprecise =
@@ -182,6 +219,33 @@ impl<'a> Price<'a> {
     /// does not become dearer by it, so that no worker is stopped for it.
     const fn preferred(&self, us: u64, is_preferred: bool) -> u64 {
         if is_preferred { us } else { us / IN_FULL }
+    }
+
+    /// Thousandths of tokens likely needed that a cache has no room for, in which so many tokens lack place. What is needed
+    /// least goes first, of the conversations and of what is to come up to `end`.
+    fn missing(
+        &self,
+        mut lacking: u128,
+        mut end: u128,
+        certain: u128,
+        conversations: &[KeptConversation],
+    ) -> u128 {
+        let wanted = u128::from(self.kv_wanted.get()).max(1);
+        let mut missing = 0;
+        for one in conversations.iter().rev() {
+            let needed = u128::from(one.needed);
+            // What is to come is needed less than the conversation from here on.
+            let from = (1000 - needed.min(1000)) * wanted / (1000 - NEEDED_LEAST);
+            let to_come = end.saturating_sub(from.max(certain)).min(lacking);
+            missing += self.likely(end - to_come, end, certain);
+            (end, lacking) = (end - to_come, lacking - to_come);
+            // It goes as a whole, and leaves what it has too much to what is to come.
+            let capacity = u128::from(one.capacity.get());
+            let part = capacity.min(lacking);
+            missing += needed * u128::from(one.tokens.get()) * part / capacity.max(1);
+            lacking -= part;
+        }
+        missing + self.likely(end - lacking.min(end), end, certain)
     }
 
     /// Thousandths of tokens between two that are likely needed, where those below `certain` are.
@@ -267,7 +331,8 @@ const MOVE_NS_PER_MIB: u64 = 400_000;
 const LOST_FOR_EVER: u128 = 4;
 /// A process that is stopped loses what it has learned, which costs its user an utterance. Our choice.
 const UTTERANCE_US: u64 = 10_000_000;
-/// After so many seconds of idleness a stop costs only the start. Our choice.
+/// After so many seconds of idleness a stop costs little more than the start, and a conversation is needed one time in two.
+/// Our choice.
 const IDLE_LONG_S: u64 = 60;
 /// Parts of the whole in which KV types weigh; and the side that a mode does not prefer is worth one of them. Our choice: it
 /// outweighs what models differ in (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
@@ -363,6 +428,44 @@ mod tests {
             price.kv_us(Tokens::new(960), KvType::F16, &holding(1024))
         };
         assert!(lost(&recurrent) > lost(&model()));
+    }
+
+    #[test]
+    fn a_conversation_that_has_been_idle_costs_less_than_the_capacity_for_what_is_to_come() {
+        let (shape, tokens) = (model(), Tokens::new);
+        let price = Price::new(&shape, &in_mode(ResidencyMode::Balanced));
+        let lost = |to, beside: &[(u64, bool)]| {
+            let beside = beside
+                .iter()
+                .map(|(idle_s, is_superseded)| KeptConversation {
+                    capacity: tokens(1024),
+                    tokens: tokens(1000),
+                    needed: KeptConversation::needed(Duration::from_secs(*idle_s), *is_superseded),
+                });
+            let kv = KvContents {
+                beside: beside.collect(),
+                ..holding(1024)
+            };
+            let us = |capacity| price.kv_us(tokens(capacity), KvType::F16, &kv);
+            us(to) - us(4096)
+        };
+        // 2048 tokens are free: the conversation that is needed one time in eleven goes before any of them.
+        assert_eq!(
+            lost(3072, &[(600, false)]) / 1000,
+            1000 * 590 * 2448 / 1_000_000 / 8
+        );
+        assert_eq!(lost(3072, &[(0, true)]), lost(3072, &[(600, false)]));
+        // One that has just ended stays: the last of what is to come is needed less.
+        let lately = lost(3072, &[(0, false)]);
+        assert!(lately > lost(3072, &[(60, false)]));
+        assert!(
+            lately < lost(2048, &[(0, false)]) / 2,
+            "the end of the line first"
+        );
+        // The last answer goes after both.
+        let two = [(0, false), (600, false)];
+        let certain = lost(0, &two) - lost(1024, &two);
+        assert_eq!(certain / 1000, 1024 * 590 * 2448 / 1_000_000);
     }
 
     #[test]

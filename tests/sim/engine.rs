@@ -4,7 +4,7 @@ use std::{collections::VecDeque, time::Duration};
 
 use cotenant::{
     policy::{
-        event::Event,
+        event::{Event, IdleConversation},
         residency::{EnginePlan, ModelShape},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -291,8 +291,25 @@ impl Engine {
             },
             kv_dropped: self.kv_dropped,
             untouched: Bytes::ZERO,
+            beside: conversations(capacity.saturating_sub(self.kv_used), block, rng),
         })
     }
+}
+
+/// Up to four conversations, in the capacity that no answer has.
+fn conversations(mut free: u32, block: u32, rng: &mut ChaCha8Rng) -> Vec<IdleConversation> {
+    let mut all = Vec::new();
+    for _ in 0..rng.random_range(0..5) {
+        let capacity = (rng.random_range(1..9) * block).min(free);
+        free -= capacity;
+        all.push(IdleConversation {
+            capacity: Tokens::new(capacity),
+            tokens: Tokens::new(rng.random_range(0..=capacity)),
+            idle_ms: rng.random_range(0..1_200_000),
+            superseded: rng.random_bool(0.2),
+        });
+    }
+    all
 }
 
 /// Removes as many of the last layers as the ring needs room.

@@ -353,6 +353,7 @@ impl Ours<'_, '_> {
                     kv_droppable: 0,
                     kv_dropped: 0,
                     untouched: Bytes::ZERO,
+                    beside: Vec::new(),
                 }
             } else {
                 Event::WorkerActivity {

@@ -292,8 +292,8 @@ impl Store {
         all.collect::<BTreeSet<_>>().len()
     }
 
-    /// Of each sequence that is parked, the blocks that others have as well, or the first `used` ones.
-    pub(super) fn shared(&self, used: usize) -> Vec<usize> {
+    /// Of each sequence that is parked, the blocks that only it has, and those that others have as well, or the first `used` ones.
+    pub(super) fn held_by_each(&self, used: usize) -> Vec<(usize, usize)> {
         let mut uses = vec![0u8; self.places.len()];
         let own = self.places.get(..used).unwrap_or_default();
         for place in self.parked.iter().flatten().chain(own) {
@@ -302,8 +302,11 @@ impl Store {
             }
         }
         let is_shared = |place: &&usize| uses.get(**place).is_some_and(|uses| *uses > 1);
-        let shared = |places: &Vec<usize>| places.iter().filter(is_shared).count();
-        self.parked.iter().map(shared).collect()
+        let held = |places: &Vec<usize>| {
+            let shared = places.iter().filter(is_shared).count();
+            (places.len() - shared, shared)
+        };
+        self.parked.iter().map(held).collect()
     }
 
     /// How many places so many bytes take; `None` for a store that holds nothing.

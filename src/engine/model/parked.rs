@@ -84,6 +84,10 @@ pub struct Kept {
     pub tokens: Tokens,
     /// Tokens in blocks that other conversations have as well.
     pub shared: Tokens,
+    /// Capacity that its end would free: that of its own blocks and copies.
+    pub alone: Tokens,
+    /// Whether another one is likely to have taken its place.
+    pub is_superseded: bool,
     /// When it was parked.
     pub since: Instant,
 }

@@ -373,13 +373,22 @@ impl Sequence {
 
     /// The conversations that are parked, in the order in which they were.
     pub(super) fn kept_conversations(&self) -> Vec<Kept> {
-        let shared = self.cache.shared(self.position);
-        let kept = |(number, one): (usize, &Parked)| Kept {
-            request: one.conversation.request,
-            client: one.conversation.client.clone(),
-            tokens: Tokens::new(u32::try_from(one.tokens.len()).unwrap_or(u32::MAX)),
-            shared: shared.get(number).copied().unwrap_or_default(),
-            since: one.since,
+        let held = self.cache.held(self.position);
+        let marks = self.marks.all().iter().map(|mark| &mark.copy);
+        let copies: Vec<&KvCopy> = marks.chain(self.parked.copies()).collect();
+        let kept = |(number, one): (usize, &Parked)| {
+            let (own, shared) = held.get(number).copied().unwrap_or_default();
+            let its = one.marks.iter().map(|mark| &mark.copy);
+            let of_copies = its.map(|copy| self.cache.copy_tokens(copy, &copies).get());
+            Kept {
+                request: one.conversation.request,
+                client: one.conversation.client.clone(),
+                tokens: Tokens::new(u32::try_from(one.tokens.len()).unwrap_or(u32::MAX)),
+                shared,
+                alone: Tokens::new(of_copies.fold(own.get(), u32::saturating_add)),
+                is_superseded: one.is_superseded,
+                since: one.since,
+            }
         };
         self.parked.idle().map(kept).collect()
     }

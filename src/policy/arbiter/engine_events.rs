@@ -186,11 +186,12 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
 }
 
 pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
+    let in_all = kv.dropped.get();
     let lost = cx.engine.activity(requests, kv);
     if lost > 0 {
         cx.decide(EngineDecision::ContextLost {
             tokens: lost,
-            in_all: kv.dropped.get(),
+            in_all,
         });
     }
 }

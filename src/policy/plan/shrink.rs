@@ -115,8 +115,13 @@ impl<'a> Shrink<'a> {
     pub(crate) fn kv(&self) -> Vec<Less> {
         let has = self.bounds.blocks_of(self.from.kv_capacity);
         let block = self.bounds.block;
-        let marks = [self.kv.touched, self.kv.kept, self.kv.used]
-            .map(|tokens| has.saturating_sub(tokens.get().div_ceil(block)));
+        let marks = [
+            self.kv.touched,
+            self.kv.kept,
+            self.kv.used,
+            self.kv.occupied(),
+        ]
+        .map(|tokens| has.saturating_sub(tokens.get().div_ceil(block)));
         let mut all = Vec::new();
         for kind in self.kinds() {
             let most = self.most_blocks(kind);
@@ -164,7 +169,7 @@ impl<'a> Shrink<'a> {
         let least = self.kinds().into_iter().min().unwrap_or(from.kv_type);
         let free = has.saturating_sub(bounds.blocks_min);
         let most = self.weights().pop().unwrap_or(nothing);
-        let kept = self.kv.kept.get().div_ceil(bounds.block);
+        let kept = self.kv.occupied().get().div_ceil(bounds.block);
         let kv = |blocks: u32, kind| Less {
             blocks,
             kind,

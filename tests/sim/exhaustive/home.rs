@@ -391,6 +391,7 @@ impl Home {
                     kv_droppable: 0,
                     kv_dropped: 0,
                     untouched: Bytes::ZERO,
+                    beside: Vec::new(),
                 })
             }
             Letter::WorkerReady => {

@@ -84,6 +84,14 @@ impl Talk {
         let (model, held) = (&self.model, self.model.breakdown());
         assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
         assert!(held.kv_parked + model.untouched() <= held.kv, "{held:?}");
+        let kept = model.kept_conversations();
+        let alone: u64 = kept.iter().map(|one| u64::from(one.alone.get())).sum();
+        let shape = model.shape().kv;
+        let bytes = |tokens| shape.capacity_bytes(tokens, model.plan().kv_type).get();
+        // Beyond the windows; so many blocks are whole pages.
+        let blocks = bytes(Tokens::new(1024 * 64)) - bytes(Tokens::new(512 * 64));
+        let alone = Bytes::new(alone / 64 * blocks / 512);
+        assert!(alone <= held.kv_parked + held.kv_marks, "{alone}: {held:?}");
         assert!(model.kernel_resident() <= held.used(), "{held:?}");
         assert!(held.total <= model.shape().plan_bytes(model.plan()));
     }
@@ -115,7 +123,8 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
     let kept = talk.model.kept_conversations();
     assert_eq!(kept.len(), 7);
     for one in kept {
-        assert_eq!((one.tokens.get(), one.shared.get()), (392, 5 * 64));
+        let [tokens, shared, alone] = [one.tokens, one.shared, one.alone].map(Tokens::get);
+        assert_eq!((tokens, shared, alone), (392, 5 * 64, 2 * 64));
     }
     for turn in 0..3u32 {
         for prompt in &mut all {

@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     decision::{EngineDecision, MemoryDecision, PlanOutcome},
     engine_control::KvUse,
-    event::ShedLimit,
+    event::{IdleConversation, ShedLimit},
     params::ResidencyMode,
     pressure::PressureLevel,
     shedding::Source,
@@ -25,11 +25,16 @@ fn weighed(rig: &Rig) -> Vec<(Source, Option<Bytes>)> {
 
 /// An engine whose prompts are slow, so that context is worth more than layers.
 pub(super) fn with_slow_prompts(params: Params) -> Rig {
+    with_prompts_of(params, 5000)
+}
+
+/// An engine that takes so long over each token of a prompt.
+fn with_prompts_of(params: Params, token_us: u64) -> Rig {
     let mut rig = Rig::with_engine_ready(params);
     for _ in 0..20 {
         rig.tell(Event::EngineTimed(Timing {
             prompt_tokens: Tokens::new(100),
-            prompt_us: 100 * 5000,
+            prompt_us: 100 * token_us,
             answer_tokens: Tokens::new(50),
             answer_us: 50 * 20_000,
         }));
@@ -71,6 +76,42 @@ fn the_order_is_computed_from_what_the_user_loses() {
         (plan.resident.len(), plan.kv_capacity),
         (8, Tokens::new(2048))
     );
+}
+
+#[test]
+fn conversations_that_were_idle_for_long_go_before_a_layer_and_others_after_it() {
+    let plan_after = |idle_s: u64| {
+        let mut rig = with_prompts_of(params(), 200);
+        let one = IdleConversation {
+            capacity: Tokens::new(1024),
+            tokens: Tokens::new(1000),
+            idle_ms: 1000 * idle_s,
+            superseded: false,
+        };
+        rig.tell(activity(
+            0,
+            KvUse {
+                kept: Tokens::new(1024),
+                beside: vec![one; 3],
+                ..KvUse::default()
+            },
+        ));
+        rig.operator_shed(mib(16));
+        let chosen: Vec<Source> = weighed(&rig)
+            .into_iter()
+            .filter_map(|(source, chosen)| chosen.map(|_| source))
+            .collect();
+        (chosen, rig.plan_asked().unwrap().1)
+    };
+    let (chosen, long) = plan_after(1200);
+    assert_eq!(chosen, [Source::PrefixKv]);
+    assert_eq!(
+        (long.resident.len(), long.kv_capacity),
+        (8, Tokens::new(2048))
+    );
+    let (chosen, short) = plan_after(1);
+    assert_eq!(chosen, [Source::Layers]);
+    assert_eq!(short.kv_capacity, Tokens::new(4096));
 }
 
 #[test]
@@ -484,6 +525,7 @@ fn a_shed_leaves_a_running_answer_room_for_its_next_sentences() {
         kv_droppable: 0,
         kv_dropped: 0,
         untouched: Bytes::ZERO,
+        beside: Vec::new(),
     };
     assert_eq!(
         capacity_after(prompt),

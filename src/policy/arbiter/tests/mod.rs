@@ -111,6 +111,7 @@ pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
         kv_droppable: kv.droppable.get(),
         kv_dropped: kv.dropped.get(),
         untouched: kv.untouched,
+        beside: kv.beside,
     }
 }
 
