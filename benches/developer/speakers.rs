@@ -44,6 +44,9 @@ pub(crate) struct SpeakersArgs {
     /// Turns of each speaker.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(2..))]
     pub turns: u32,
+    /// Texts shorter by this factor: a model of random weights has a token for nearly each letter.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=24))]
+    pub shorter: u16,
     /// Answers at once.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=8))]
     pub answers: u32,
@@ -70,7 +73,7 @@ pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     let mut report = Report::new("speakers", setting);
     turns(args, &channel, &mut report).await?;
     together(args, &channel, &mut report).await?;
-    long_prompt(&channel, &mut report).await?;
+    long_prompt(args, &channel, &mut report).await?;
     forced_call(port, &mut report).await?;
     report.others(&reading);
     Ok(report)
@@ -78,7 +81,7 @@ pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
 
 /// Speakers take turns repeatedly.
 async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> Result<(), String> {
-    let mut house: Vec<Vec<ChatMessage>> = (0..SPEAKERS).map(|_| vec![system()]).collect();
+    let mut house: Vec<Vec<ChatMessage>> = (0..SPEAKERS).map(|_| vec![system(args)]).collect();
     let (mut cold, mut switched, mut warm) = (Vec::new(), Vec::new(), Vec::new());
     for turn in 0..args.turns {
         for (number, talk) in house.iter_mut().enumerate() {
@@ -123,7 +126,7 @@ async fn together(
     report: &mut Report,
 ) -> Result<(), String> {
     let asked: Vec<Vec<ChatMessage>> = (0..args.answers as usize)
-        .map(|number| vec![system(), user(&question(number, 100))])
+        .map(|number| vec![system(args), user(&question(number, 100))])
         .collect();
     let mut alone = Vec::new();
     for talk in &asked {
@@ -187,13 +190,18 @@ async fn together(
 }
 
 /// A long prompt arrives while an answer is generated.
-async fn long_prompt(channel: &Channel, report: &mut Report) -> Result<(), String> {
-    let talk = vec![system(), user(&question(50, 1000))];
+async fn long_prompt(
+    args: &SpeakersArgs,
+    channel: &Channel,
+    report: &mut Report,
+) -> Result<(), String> {
+    let talk = vec![system(args), user(&question(50, 1000))];
     let writes = tokio::spawn(generate(channel.clone(), talk, LONG_ANSWER));
     tokio::time::sleep(Duration::from_millis(300)).await;
     let long = vec![user(&format!(
         "{} Shortly.",
-        "The lamp in the hall is on, and the window is shut. ".repeat(LONG_PROMPT)
+        "The lamp in the hall is on, and the window is shut. "
+            .repeat(LONG_PROMPT / usize::from(args.shorter))
     ))];
     let read = generate(channel.clone(), long, 4).await?;
     let written = writes.await.map_err(|error| error.to_string())??;
@@ -359,10 +367,10 @@ async fn generate(
     Err("the stream ended in mid-answer".to_owned())
 }
 
-fn system() -> ChatMessage {
+fn system(args: &SpeakersArgs) -> ChatMessage {
     ChatMessage {
         role: ChatRole::System.into(),
-        content: SYSTEM.repeat(SYSTEM_TIMES),
+        content: SYSTEM.repeat(SYSTEM_TIMES / usize::from(args.shorter)),
     }
 }
 
