@@ -1,11 +1,11 @@
-//! Batch of a pass: rows of several conversations, and the rows with results.
+//! Batch of a pass: rows of several conversations, and the rows whose logits are computed.
 //!
 //! ```text
 //!   rows    │ lane a: forced │ the sequence: a slice of its prompt │ lane a │ lane b │
 //!   results │                                                  └─0─┘   1        2
 //! ```
 //!
-//! Rows with results are adjacent: the head reads its weights once for all of them.
+//! Rows with results are adjacent, so that the head reads its weights once for all of them.
 
 use std::ops::Range;
 
@@ -14,11 +14,11 @@ use super::parked::Lane;
 /// Tokens of one conversation in a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
-    /// Conversation that was set aside; `None` for the sequence, whose span is the first.
+    /// Lane of the conversation; `None` for the sequence, whose span is the first.
     pub lane: Option<Lane>,
     /// Its next tokens, at least one.
     pub tokens: &'a [u32],
-    /// Number of last tokens whose logits are read, at least one.
+    /// Number of last tokens whose logits are computed, at least one.
     pub scored: usize,
 }
 
@@ -35,16 +35,16 @@ pub(super) struct Batch {
     scored: Range<usize>,
 }
 
-/// A row of a conversation that was set aside.
+/// A row of a lane.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
     pub(super) lane: Lane,
-    /// Tokens of the same conversation before it in the pass.
+    /// Tokens of the same lane before it in the pass.
     pub(super) ahead: u32,
 }
 
 impl Batch {
-    /// A chunk of the sequence, with one result at a time.
+    /// Returns the batch for a chunk of the sequence, whose rows share one result at a time.
     pub(super) fn of_sequence(rows: usize) -> Self {
         Self {
             own: 0..rows,
@@ -52,7 +52,7 @@ impl Batch {
         }
     }
 
-    /// The rows of some spans, and their tokens.
+    /// Returns the batch of `spans`, and its tokens in row order.
     pub(super) fn of(spans: &[Span<'_>]) -> (Self, Vec<u32>) {
         let (mut batch, mut tokens) = (Self::default(), Vec::new());
         let own = spans.iter().filter(|span| span.lane.is_none());
@@ -107,17 +107,17 @@ impl Batch {
         self.scored.clone()
     }
 
-    /// How many results there are.
+    /// Number of results, at least 1.
     pub(super) fn results(&self) -> usize {
         self.scored.len().max(1)
     }
 
-    /// The result that a row belongs to.
+    /// Returns the index of the result that a row belongs to.
     pub(super) fn result_of(&self, row: usize) -> usize {
         self.results.get(row).copied().unwrap_or(0)
     }
 
-    /// The conversation of a row, where that is not the sequence.
+    /// Returns the lane of a row; `None` for rows of the sequence.
     pub(super) fn other(&self, row: usize) -> Option<Other> {
         let number = if row < self.own.start {
             row
@@ -129,8 +129,8 @@ impl Batch {
         self.others.get(number).copied()
     }
 
-    /// The conversation of row `first`, where that is not the sequence, and the number of rows from there on that are its next
-    /// tokens.
+    /// Returns the lane of row `first` (`None` for the sequence), and the number of consecutive rows from `first` on
+    /// that belong to the same conversation.
     pub(super) fn conversation(&self, first: usize) -> (Option<Lane>, usize) {
         let Some(other) = self.other(first) else {
             return (None, self.own.end.saturating_sub(first).max(1));
@@ -139,7 +139,7 @@ impl Batch {
         (Some(other.lane), (first..).take_while(goes_on).count())
     }
 
-    /// Number of rows from `first` on with one conversation and one result; 1 outside of the sequence.
+    /// Number of consecutive rows from `first` on with the same conversation and result; 1 outside the sequence.
     pub(super) fn run(&self, first: usize) -> usize {
         if !self.own.contains(&first) {
             return 1;

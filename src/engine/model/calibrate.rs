@@ -7,7 +7,7 @@ use crate::{error::ApplyError, preemption::Flow};
 use cotenant_policy::{residency::EnginePlan, streaming::Calibration};
 use cotenant_units::Bytes;
 
-/// Measures, puts the plan in force back, and empties the sequence.
+/// Measures, restores the plan in force, and empties the sequence.
 pub(super) fn calibrate(
     model: &mut Model,
     go_on: &mut dyn FnMut() -> bool,
@@ -48,11 +48,11 @@ fn measure(
     model.restart_stream();
     let (read, took) = alone?;
     let read_ns_per_mib = per_mib(took, read);
-    // What was not read while kernels waited was read while they computed.
+    // Bytes read during computing: all but those read while kernels waited.
     let in_computing =
         |bytes: Bytes, waited: Duration| bytes.saturating_sub(bytes_in(waited, read_ns_per_mib));
     let (read_busy_ns_per_mib, slowed_ns_per_mib) = if streams {
-        // Computing alone was not seen: what it loses to reading is inside.
+        // Computing was not measured alone, so `computing` already includes the slowdown by reading.
         (read_ns_per_mib, 0)
     } else {
         let wanted = bytes_in(computing.saturating_mul(2), read_ns_per_mib);
@@ -62,7 +62,7 @@ fn measure(
         let (token, waited) = token_time(model, go_on)?;
         let bytes = in_computing(streamed_bytes(model), waited);
         let busy = token.saturating_sub(waited);
-        // Each of the two shows what computing loses to reading; together they are less at the mercy of a moment.
+        // Both runs show how much reading slows computing; their sum is less noisy than either.
         let lost =
             busy.saturating_sub(computing) + few.0.saturating_sub(few.1).saturating_sub(computing);
         (
@@ -80,7 +80,7 @@ fn measure(
     })
 }
 
-/// `plan` without parts, spread through the depth, that hold at least `wanted`.
+/// Returns `plan` without parts of at least `wanted` bytes in total, spread evenly over the depth.
 fn without(model: &Model, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
     let mut fewer = plan.clone();
     let mut parts: Vec<(u32, Bytes)> = (0u32..)
@@ -98,7 +98,7 @@ fn without(model: &Model, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
     fewer
 }
 
-/// What the plan in force reads for each token.
+/// Bytes that the plan in force reads for each token.
 fn streamed_bytes(model: &Model) -> Bytes {
     let parts = model.layout.parts.iter().enumerate();
     parts
@@ -107,13 +107,13 @@ fn streamed_bytes(model: &Model) -> Bytes {
         .sum()
 }
 
-/// Measures what each part of the model takes of one token, in the order of the parts; all of them have to be resident. On a
-/// device that computes behind queues, times are those of queueing.
+/// Measures the time of each part per token, in the order of the parts; all parts must be resident. On a device with
+/// queues, it measures queueing.
 ///
-/// Commands are taken before each layer, which tells its end from the next one's beginning. The last layer is taken to be
-/// as fast for each MiB as the middle of the others, and the head to have the rest.
+/// Layer boundaries are the checkpoint polls before each layer. The last layer cannot be separated from the head: it is
+/// assumed to take the median time per MiB of the other layers, and the head the remainder.
 ///
-/// `None` as for [`calibrate`], and where a part is streamed.
+/// Returns `None` as [`calibrate`] does, and if a part is streamed.
 pub(super) fn part_times(
     model: &mut Model,
     go_on: &mut dyn FnMut() -> bool,
@@ -140,7 +140,7 @@ pub(super) fn part_times(
             return None;
         }
         marks.push(Instant::now());
-        // Memory is touched for the first time in the first.
+        // The first pass touches memory for the first time.
         if turn > 0 && marks.len() == model.spec.layers.len() + 1 {
             passes.push(marks.windows(2).map(between).collect::<Vec<_>>());
         }
@@ -155,7 +155,7 @@ pub(super) fn part_times(
     (layers.len() == model.spec.layers.len()).then(|| split(model, &layers))
 }
 
-/// Times of layers as those of parts; that of the last layer has the head in it.
+/// Converts times of layers to times of parts; the time of the last layer includes the head.
 fn split(model: &Model, layers: &[Duration]) -> Vec<PartTime> {
     let parts = &model.layout.parts;
     let bytes_of = |layer: Option<usize>| -> Bytes {
@@ -195,8 +195,8 @@ fn split(model: &Model, layers: &[Duration]) -> Vec<PartTime> {
     times.collect()
 }
 
-/// Time to compute one token of a prompt: of a short chunk, in which it takes rather longer than in a long one. A token of
-/// an answer takes `token`.
+/// Computing time per prompt token, measured on one short chunk, where it is higher than in a long one. `token` is the
+/// time of an answer token.
 fn prompt_token_time(
     model: &mut Model,
     token: Duration,
@@ -220,7 +220,7 @@ fn prompt_token_time(
     computing.checked_div(tokens)
 }
 
-/// Time of one token, and what of it was spent waiting for the disk: the mean of the middle half.
+/// Time of one token, and the part of it spent waiting for the disk: means of the middle half.
 fn token_time(model: &mut Model, go_on: &mut dyn FnMut() -> bool) -> Option<(Duration, Duration)> {
     model.reset();
     let mut times = Vec::new();
@@ -234,7 +234,7 @@ fn token_time(model: &mut Model, go_on: &mut dyn FnMut() -> bool) -> Option<(Dur
             model.weights.waited().saturating_sub(waited),
         );
         match turn {
-            // Memory is touched for the first time, and the ring is empty.
+            // The first pass touches memory for the first time, with an empty ring.
             0 => begun = Instant::now(),
             _ => times.push(times_of_it),
         }
@@ -254,12 +254,12 @@ fn token_time(model: &mut Model, go_on: &mut dyn FnMut() -> bool) -> Option<(Dur
     ))
 }
 
-/// What one part of a model takes of a token.
+/// Time of one part of a model per token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartTime {
-    /// Its weights.
+    /// Size of its weights.
     pub bytes: Bytes,
-    /// Time for each MiB of them, ns.
+    /// Time per MiB, ns.
     pub ns_per_mib: u64,
 }
 
@@ -270,7 +270,7 @@ fn between(pair: &[Instant]) -> Duration {
     }
 }
 
-/// The mean of the middle half of what passes have at this place.
+/// Mean of the middle half of all passes' times at `place`.
 fn middle_of(passes: &[Vec<Duration>], place: usize) -> Option<Duration> {
     let mut times: Vec<Duration> = passes
         .iter()
@@ -284,30 +284,30 @@ fn middle_of(passes: &[Vec<Duration>], place: usize) -> Option<Duration> {
         .checked_div(u32::try_from(middle.len()).ok()?)
 }
 
-/// Bytes in `time`.
+/// Bytes read in `time`.
 fn bytes_in(time: Duration, ns_per_mib: u64) -> Bytes {
     let bytes = time.as_nanos() * u128::from(MIB.get()) / u128::from(ns_per_mib.max(1));
     Bytes::new(u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
-/// Nanoseconds for each MiB of `bytes`.
+/// Nanoseconds per MiB.
 fn per_mib(time: Duration, bytes: Bytes) -> u64 {
     let ns = time.as_nanos() * u128::from(MIB.get()) / u128::from(bytes.get().max(1));
     u64::try_from(ns).unwrap_or(u64::MAX).max(1)
 }
 
 const MIB: Bytes = Bytes::from_mib(1);
-/// Tokens that a figure is taken over: as many as fit the time, within these.
+/// Tokens averaged for one figure: as many as fit [`TOKENS_TIME`], within these bounds.
 const TOKENS_MIN: u32 = 3;
 const TOKENS_MAX: u32 = 48;
-/// Room for so many has to be there.
+/// KV capacity required for a calibration.
 const TOKENS_LEAST: u32 = 16;
-/// Time for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
+/// Time limit for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
 const TOKENS_TIME: Duration = Duration::from_millis(550);
-/// Tokens of the prompt that is timed: as many as would fit that time one by one, within these.
+/// Length of the timed prompt: as many tokens as decode in [`TOKENS_TIME`], within these bounds.
 const PROMPT_MIN: u32 = 16;
 const PROMPT_MAX: u32 = 64;
-/// Reading is taken to be no slower than so many times its own estimator while kernels compute.
+/// Upper bound of the slowdown of reading while kernels compute, as a factor of the time to read alone.
 const BUSY_MAX: u64 = 16;
-/// Time for reading alone: several windows of it.
+/// Time limit for reading alone: several windows.
 const READING_TIME: Duration = Duration::from_millis(700);

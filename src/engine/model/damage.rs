@@ -1,4 +1,4 @@
-//! Damage of weights that their header does not show: a tail of zeros, values that are not finite.
+//! Damage of weights that the header does not show: zeros at the end, non-finite values.
 
 use std::time::{Duration, Instant};
 
@@ -13,18 +13,19 @@ use crate::{
 };
 use cotenant_units::Tokens;
 
-/// Refuses a file whose zeros at the end begin inside of a matrix, as a download leaves it that reserved the space and did not finish.
+/// Refuses a file that ends in zeros beginning inside a matrix: the result of an incomplete download into preallocated
+/// space.
 ///
-/// A matrix of zeros alone is one that its maker wrote.
+/// A matrix that consists of zeros only is accepted as written by its author.
 ///
 /// # Errors
-/// When it does, or cannot be read.
+/// When the file ends so, or cannot be read.
 pub(super) fn refuse_zeros(
     header: &Header,
     file: &WeightFile,
     watch: &DiskWatch,
 ) -> Result<(), LoadErrorKind> {
-    // Rows of tokens that are never said may be zero.
+    // Rows of unused tokens may be zero.
     let is_of_tokens = |name: &str| name.starts_with("token_embd") || name.starts_with("output");
     let is_matrix = |tensor: &&TensorInfo| {
         tensor.dims.iter().filter(|dim| **dim > 1).count() > 1 && !is_of_tokens(&tensor.name)
@@ -46,7 +47,7 @@ pub(super) fn refuse_zeros(
     Ok(())
 }
 
-/// Whether a tensor holds zeros at one of [`SAMPLES`] places, of which 0 is its end and the last its beginning.
+/// Whether a tensor is zero at sample `place` of [`SAMPLES`]: 0 is its end, `SAMPLES - 1` its beginning.
 fn is_zero(
     tensor: &TensorInfo,
     place: u64,
@@ -65,11 +66,10 @@ fn is_zero(
     Ok(sample.iter().all(|byte| *byte == 0))
 }
 
-/// Computes one token of an empty sequence, and refuses weights with which that gives no result. The sequence is empty
-/// afterwards.
+/// Computes one token on an empty sequence and refuses weights that give no usable result. Leaves an empty sequence.
 ///
 /// # Errors
-/// When the result is not finite, or the same for all tokens, and when there is none.
+/// When the logits are not finite or equal for all tokens, or the pass fails.
 pub(super) fn prove(model: &mut Model) -> Result<(), LoadErrorKind> {
     let token = model.vocabulary().saturating_sub(1).min(1);
     if model.plan.kv_capacity == Tokens::ZERO {
@@ -94,14 +94,14 @@ pub(super) fn prove(model: &mut Model) -> Result<(), LoadErrorKind> {
     Err(LoadErrorKind::Damaged { problem })
 }
 
-/// Whether all scores of tokens that may be said are the same.
+/// Whether the logits of all sayable tokens are equal.
 fn are_alike(logits: &[f32]) -> bool {
     let mut said = logits.iter().filter(|logit| logit.is_finite());
     said.next()
         .is_some_and(|first| said.next().is_some() && said.all(|logit| logit == first))
 }
 
-/// The first tensor of the file with a value that is not finite, as far as [`SEARCH_TIME`] goes.
+/// Returns the first tensor of the file with a non-finite value, searching for at most [`SEARCH_TIME`].
 fn not_finite(header: &Header) -> Option<String> {
     let file = WeightFile::open(header.parts()).ok()?;
     let until = Instant::now() + SEARCH_TIME;
@@ -111,7 +111,7 @@ fn not_finite(header: &Header) -> Option<String> {
         .into_iter()
         .take_while(|_| Instant::now() < until)
         .find(|tensor| {
-            // What cannot be read is another fault.
+            // A read error is a different fault.
             is_finite(tensor, &file, until).is_ok_and(|finite| !finite)
         });
     file.forget_all();
@@ -121,7 +121,7 @@ fn not_finite(header: &Header) -> Option<String> {
 fn is_finite(tensor: &TensorInfo, file: &WeightFile, until: Instant) -> Result<bool, ReadError> {
     let (block, size) = (tensor.dtype.block_size(), tensor.dtype.type_size());
     let blocks = PIECE_BYTES / size.max(1);
-    // Every type is aligned where the widest is.
+    // Alignment of the widest type satisfies all.
     let mut memory = vec![0u8; PIECE_BYTES + ALIGNMENT];
     let start = memory.as_ptr().align_offset(ALIGNMENT);
     let piece = memory.get_mut(start..).unwrap_or_default();
@@ -137,7 +137,7 @@ fn is_finite(tensor: &TensorInfo, file: &WeightFile, until: Instant) -> Result<b
             &DiskWatch::default(),
         )?;
         dequantize(tensor.dtype, bytes, floats);
-        // The kernels widen without a look at the exponent of values that are not finite.
+        // The kernels convert F16 without regard to non-finite exponents.
         let mut halves = bytes
             .as_chunks()
             .0
@@ -163,13 +163,13 @@ fn extent(tensor: &TensorInfo, offset: u64, bytes: usize) -> Extent {
     }
 }
 
-/// Bytes that are looked at in one place: longer than a row of zeros that quantisation leaves.
+/// Bytes per sample: more than a row of zeros left by quantisation.
 const SAMPLE_BYTES: u64 = 4096;
-/// Places of a matrix that can be looked at.
+/// Samples per matrix.
 const SAMPLES: u64 = 16;
-/// No type of a weight is aligned to more.
+/// Largest alignment of a weight type.
 const ALIGNMENT: usize = 16;
-/// Bytes that are converted at a time.
+/// Bytes converted at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// For how long the tensor is searched that is to be named: some GiB. Our choice.
+/// Time limit of the search for the damaged tensor: enough for some GiB. Our choice.
 const SEARCH_TIME: Duration = Duration::from_secs(10);

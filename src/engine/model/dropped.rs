@@ -1,32 +1,32 @@
 //! Gap in a sequence whose oldest tokens were dropped.
 //!
 //! ```text
-//!   read:      s s s s . . . . . . . a b c        s: the beginning, which stays; in whole blocks
-//!   dropped:   s s s s         . . . a b c        three blocks of the oldest tokens behind it
+//!   read:      s s s s . . . . . . . a b c        s: attention sinks, kept, in whole blocks
+//!   dropped:   s s s s         . . . a b c        the three oldest blocks after the sinks
 //!   as if:     s s s s . . . a b c
 //! ```
 //!
-//! Positions are those within the cache (<https://arxiv.org/abs/2309.17453>): what comes after the gap moves up. Rotary
-//! positions tell only how far two tokens are from each other, so that no keys have to be turned for it, as
-//! llama.cpp's context shift does. Tokens keep the angles at which they were read, and a query is turned back by the
-//! length of the gap when it meets what lies before it. So dropping moves nothing, loses no precision, and is the same
-//! for every KV type. A window is one of positions at which tokens were read: what it had passed stays out of it. Recurrent
-//! layers go on with the state that they have, which remembers what was dropped.
+//! Positions are those within the cache (<https://arxiv.org/abs/2309.17453>): tokens after the gap move up. Rotary
+//! positions encode only the distance between two tokens, so keys need no rotation as in llama.cpp's context shift:
+//! tokens keep the angles at which they were read, and a query is rotated back by the length of the gap when it attends
+//! to tokens before it. Dropping therefore moves no data, loses no precision, and is the same for every KV type.
+//! Windows are measured in the positions at which tokens were read: a token that has left the window does not return.
+//! Recurrent layers keep their state, which includes the dropped tokens.
 
 use crate::{backend::Gap, spec::AttentionSpec};
 
-/// What was dropped of the sequence, and what may be.
+/// Dropped tokens of the sequence, and the rule for dropping more.
 #[derive(Debug)]
 pub(super) struct Dropped {
-    /// Tokens at the beginning that stay; `None` where nothing may be dropped.
+    /// Tokens at the beginning that are kept; `None` if dropping is not allowed.
     pub(super) sinks: Option<u32>,
     /// Tokens before the gap.
     pub(super) after: u32,
     /// Length of the gap.
     pub(super) tokens: u32,
-    /// What turns queries back by it; behind it the same for local layers, where there are any.
+    /// Rotations of queries by minus the length of the gap, followed by those of local layers, if any.
     pub(super) back: Vec<f32>,
-    /// Floats of one of the two.
+    /// Floats of one of the two tables.
     pub(super) angles: usize,
 }
 
@@ -37,7 +37,7 @@ impl Dropped {
             sinks: None,
             after: 0,
             tokens: 0,
-            // Allocated at the start, so that dropping for a shed allocates nothing.
+            // Allocated at the start, so that a shed that drops tokens does not allocate.
             back: vec![0.0; attention.rotary * tables],
             angles: attention.rotary,
         }
@@ -52,7 +52,7 @@ impl Dropped {
         self.tokens
     }
 
-    /// The gap as global or local layers need it.
+    /// Returns the gap for global or `local` layers.
     pub(super) fn gap(&self, local: bool) -> Option<Gap<'_>> {
         let first = if local { self.angles } else { 0 };
         (self.tokens > 0).then(|| Gap {
@@ -65,8 +65,8 @@ impl Dropped {
         })
     }
 
-    /// Tokens of the cache that the one at `position` sees, itself included, through a window: by the positions at which they
-    /// were read, as what was farther away then has not been kept.
+    /// Number of cached tokens that the token at `position` sees through a window of `window` tokens, itself included.
+    /// The window counts the positions at which tokens were read, since cells of older tokens were not kept.
     pub(super) fn window(&self, position: usize, window: usize) -> usize {
         let (after, gap) = (self.after as usize, self.tokens as usize);
         let end = position + 1;
@@ -76,7 +76,7 @@ impl Dropped {
         end.saturating_sub((end + gap).saturating_sub(window).min(after))
     }
 
-    /// Computes what turns queries back by the length of the gap.
+    /// Computes the rotation of queries by minus the length of the gap.
     pub(super) fn turn_back(&mut self, (attention, factors): Turn<'_>) {
         let rotations = [
             Some((attention.rotation, factors)),
@@ -84,7 +84,7 @@ impl Dropped {
         ];
         let tables = self.back.chunks_exact_mut(attention.rotary.max(2));
         for (table, (mut rotation, factors)) in tables.zip(rotations.into_iter().flatten()) {
-            // What stretches queries has done so already.
+            // Queries already carry the magnitude.
             rotation.magnitude = 1.0;
             rotation.fill(self.tokens as usize, factors, table);
             for pair in table.chunks_exact_mut(2) {
@@ -96,5 +96,5 @@ impl Dropped {
     }
 }
 
-/// What queries are turned back by: the angles of the attention, and what stretches them.
+/// Inputs of a rotation: the attention's angles, and their frequency factors, if any.
 pub(super) type Turn<'a> = (&'a AttentionSpec, Option<&'a [f32]>);

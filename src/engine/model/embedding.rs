@@ -1,4 +1,4 @@
-//! Embeddings of tokens: from the head, where that is the same matrix and in memory, else from the file.
+//! Token embeddings: from a tied head in memory, else from the file.
 
 use super::{forward::Pass, products::Failure, weights::Place};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl Pass<'_, '_> {
-    /// Turns the embeddings of a chunk's tokens into the residual stream.
+    /// Writes the embeddings of a chunk's tokens to the residual stream.
     pub(super) fn embed(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
         let found = self.preemption.check_if_due();
         self.preempt(found, Place::default())
@@ -35,7 +35,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Reads embeddings of tokens from the file, each with its row.
+    /// Reads embeddings from the file; each token comes with its row.
     fn embed_read(&mut self, tokens: &[(usize, u32)]) -> Result<(), ForwardError> {
         let asked = self
             .model
@@ -77,7 +77,7 @@ impl Pass<'_, '_> {
         Ok(self.widen(&rows)?)
     }
 
-    /// An embedding that becomes row `row` of the residual stream.
+    /// Returns the operand that converts an embedding to row `row` of the residual stream.
     fn row_of<'a>(&self, row: usize, from: RowBytes<'a>) -> Row<'a> {
         let width = self.model.spec.width;
         Row {
@@ -102,6 +102,6 @@ impl Pass<'_, '_> {
     }
 }
 
-/// Bytes of embeddings that are asked for at once, beside the book until they are turned: a dozen rows and more, each of which takes
-/// nine times as long to read as handing a batch over does. Our choice.
+/// Bytes of embeddings requested at once, which are not in the ledger until they are converted: a dozen rows or more.
+/// Reading a row takes nine times as long as handing over a batch. Our choice.
 const ROWS_BYTES_MAX: usize = 16 << 10;

@@ -24,23 +24,23 @@ use crate::{
 };
 use cotenant_policy::residency::LayerKind;
 
-/// A pass under way, of which one chunk is computed at a time.
+/// Forward pass in progress; computes one chunk at a time.
 pub(super) struct Pass<'pass, 'checkpoint> {
     pub(super) model: &'pass mut Model,
-    /// Where commands are taken.
+    /// Preemption points.
     pub(super) preemption: Preemption<'checkpoint>,
-    /// Tokens of the sequence once the pass is done.
+    /// Length of the sequence after the pass.
     pub(super) needed: u32,
     /// Tokens of the chunk.
     pub(super) rows: usize,
-    /// The conversations that these belong to.
+    /// Conversations of the chunk's rows.
     pub(super) batch: Batch,
-    /// What the last part has made is to be added to the residual stream, by this.
+    /// How the output of the last part is added to the residual stream, if it has yet to be.
     pub(super) residual: Option<Residual>,
 }
 
 impl Pass<'_, '_> {
-    /// Does what a look says, at a point where no weight is in use. `place` is what will be computed next.
+    /// Acts on the result of a preemption check while no weight is in use. `place` is computed next.
     pub(super) fn preempt(&mut self, found: Preempt, place: Place) -> Result<(), Failure> {
         match found {
             Preempt::No => Ok(()),
@@ -63,7 +63,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
+    /// Converts a failure of layer `layer`, or of the head if `layer` is beyond the last one, to the error of the pass.
     pub(super) fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
         match failure {
             Failure::Stopped | Failure::Missing(Missing::Stopped) => self.cancelled(layer),
@@ -90,21 +90,22 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// What operations set where a result is not finite, behind its logits: of keys and values, and of the logits.
+    /// Flags that operations set on non-finite results, stored after the logits of `result`: for keys and values, and
+    /// for logits.
     pub(super) fn flags(&self, result: usize) -> View {
         let at = result * logits_stride(&self.model.spec) + self.model.spec.vocabulary;
         self.model.logits.view(at..at + FLAGS)
     }
 
-    /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
+    /// Computes cosines and sines for the rows of a chunk, followed by those of local layers, if any.
     pub(super) fn rotate(&mut self, rows: usize) -> Result<(), ForwardError> {
-        // Where no layer attends, there is no place for them.
+        // Without attention layers, no memory is allocated for them.
         if self.model.spec.attention_layers() == 0 {
             return Ok(());
         }
         let own = self.batch.own().clone();
         if !own.is_empty() {
-            // Tokens keep the positions at which they were read, whatever is dropped before them.
+            // Tokens keep the positions at which they were read, even if tokens before them are dropped.
             let sequence = &self.model.sequence;
             let position = sequence.position as usize + sequence.dropped.tokens() as usize;
             self.rotate_from(position, own.clone(), rows)?;
@@ -116,7 +117,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// The same for some rows of `all`, the first of them at `position`.
+    /// Computes angles for `rows` of a chunk of `all`, the first at `position`.
     fn rotate_from(
         &mut self,
         position: usize,
@@ -147,14 +148,14 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// The number of the conversation that row `row` belongs to among those that are parked, and its position.
+    /// Returns the number of row `row`'s lane among the parked conversations, and the row's position.
     fn lane(&self, row: usize) -> Option<(usize, usize)> {
         let other = self.batch.other(row)?;
         let (number, length) = self.model.sequence.lane(other.lane)?;
         Some((number, length as usize + other.ahead as usize))
     }
 
-    /// One layer for the rows of a chunk.
+    /// Computes one layer for the rows of a chunk.
     pub(super) fn layer(&mut self, index: usize) -> Result<(), Failure> {
         let kind = self
             .model
@@ -170,7 +171,7 @@ impl Pass<'_, '_> {
         self.feed_forward(index)
     }
 
-    /// The matrices of a layer that have these roles, with where their products go: `rows` rows of so many elements.
+    /// Returns the matrices of a layer with these roles and their output views: `rows` rows with the given stride.
     fn wants(
         &self,
         index: usize,
@@ -191,7 +192,7 @@ impl Pass<'_, '_> {
         wants.iter().map(want).collect()
     }
 
-    /// Products of the rows in `source`, of which there are copies, with some matrices of a layer, which are in one part.
+    /// Multiplies the rows in `source`, whose copies exist, with matrices of one part of a layer.
     fn products(
         &mut self,
         index: usize,
@@ -201,7 +202,7 @@ impl Pass<'_, '_> {
         self.products_then(index, source, wants, None)
     }
 
-    /// The same, and what becomes of them.
+    /// As [`Self::products`], followed by an activation.
     fn products_then(
         &mut self,
         index: usize,
@@ -252,14 +253,14 @@ impl Pass<'_, '_> {
                 }
             }
         }
-        // Not together with them, as they were made in pieces.
+        // The products were queued in pieces, so the activation is queued on its own.
         let left = input.activate.take();
         Ok(left.map_or(Ok(()), |activate| {
             self.model.backend.queue(Operation::Activate(activate))
         })?)
     }
 
-    /// Copies of a result for products with the matrices of a layer that have these roles.
+    /// Returns how to copy a result for products with the matrices of these roles.
     fn prepare(&self, index: usize, roles: &[Role], first: usize) -> Prepare {
         let layer = self.model.spec.layers.get(index);
         let matrices = roles.iter().filter_map(|role| layer?.matrix(*role));
@@ -270,7 +271,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// What the last part has made is added to the residual stream, which is normalised for products with these roles.
+    /// Adds the output of the last part to the residual stream, and normalises the sum for products with these roles.
     fn norm(&mut self, index: usize, vector: Vector, roles: &[Role]) -> Result<(), Failure> {
         let floats = 0..self.rows * self.model.spec.width;
         let weight = self
@@ -289,7 +290,7 @@ impl Pass<'_, '_> {
         Ok(self.model.backend.queue(Operation::Norm(norm))?)
     }
 
-    /// How what a part has made is added to the residual stream.
+    /// Returns how a part's output is added to the residual stream.
     fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
         let vector = |vector| {
             self.model
@@ -349,8 +350,8 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Rows from `first` on of a chunk that may attend together in a layer: where its window has passed on, the place of a
-    /// token is that of one before it.
+    /// Number of rows from `first` on of a chunk that can attend together in a layer: limited by the window, whose
+    /// blocks are reused.
     fn rows_together(&self, index: usize, first: usize) -> usize {
         let run = self.batch.run(first);
         let spec = &self.model.spec;
@@ -358,7 +359,7 @@ impl Pass<'_, '_> {
             return run;
         };
         let position = self.model.sequence.position as usize + first;
-        // Rows whose windows reach over a gap see each a number of tokens of its own.
+        // Across a gap, each row's window covers a different number of tokens.
         if self.model.sequence.dropped.window(position, window) == window {
             run.min(WINDOW_ROWS)
         } else {
@@ -366,7 +367,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Attention of some rows of a chunk of `all`; those before them have been there.
+    /// Computes attention of `rows` of a chunk of `all`; earlier rows are complete.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let (local, window) = (layer.local, self.model.spec.window(layer));
@@ -383,7 +384,7 @@ impl Pass<'_, '_> {
             }
             None => None,
         };
-        // A layer with a window is there once: that of another conversation is moved to where it is computed.
+        // A windowed layer has one working area: the lane's blocks are copied to it.
         let moved = aside.filter(|_| window.is_some());
         if let Some((lane, _, position)) = moved {
             self.move_window((lane, number), (position, false))?;
@@ -397,7 +398,7 @@ impl Pass<'_, '_> {
                 .weights
                 .vector(&self.model.layout.fixed, index, vector)
         };
-        // Behind the angles of all rows come those of local layers.
+        // Angles of local layers follow those of all rows.
         let angles = if local { all + rows.start } else { rows.start };
         let sequence = &self.model.sequence;
         let (cells, position) = match aside {
@@ -418,7 +419,7 @@ impl Pass<'_, '_> {
             spec,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
             gap: self.model.sequence.dropped.gap(local),
-            // A bias of queries would have to come before it; the families that have one let no queries grow.
+            // A query bias would have to be applied first; no family has both a bias and a temperature.
             temperature: self.model.spec.temperature,
             epsilon: self.model.spec.epsilon,
             query_bias: vector(Vector::QueryBias),
@@ -447,8 +448,8 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Moves what a token of a conversation that was set aside sees of a layer with a window to where it is computed, or the block
-    /// that it `is_written` to back.
+    /// Copies the blocks of a windowed layer that a lane's token sees to the working area, or the block that the token
+    /// was written to (`is_written`) back.
     fn move_window(
         &mut self,
         (lane, number): (Lane, usize),
@@ -525,7 +526,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Norm before the mixer, and products with these matrices.
+    /// Queues the norm before the mixer and the products with these matrices.
     fn mixer_inputs<const N: usize>(
         &mut self,
         index: usize,
@@ -535,7 +536,7 @@ impl Pass<'_, '_> {
         self.products(index, Slot::Normed, &wants)
     }
 
-    /// The matrices and the convolution's last inputs of a layer, of the sequence or of a conversation that was set aside.
+    /// Returns the state matrices and the convolution history of a layer, of the sequence or of a lane.
     fn state(&mut self, index: usize, lane: Option<Lane>) -> Result<(View, View), Failure> {
         let Some(lane) = lane else {
             let state = self.model.sequence.state.layer(index);
@@ -546,7 +547,7 @@ impl Pass<'_, '_> {
         state.ok_or(Failure::NoMatrix)
     }
 
-    /// Moves a layer of the state of a conversation that was set aside between its copy and where it is computed.
+    /// Copies a layer of a lane's state between its copy and the working area.
     fn move_state(
         &mut self,
         index: usize,
@@ -561,7 +562,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// A short convolution for some rows of a chunk; those before them have been there.
+    /// Queues a short convolution for `rows` of a chunk; earlier rows are complete.
     fn convolve(
         &mut self,
         index: usize,
@@ -583,7 +584,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// The delta rule for some rows of a chunk; those before them have been there.
+    /// Queues the delta rule for `rows` of a chunk; earlier rows are complete.
     fn delta(
         &mut self,
         index: usize,
@@ -648,7 +649,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Where the matrix of a layer for `role` begins.
+    /// Returns the place at which a layer's matrix for `role` begins.
     fn place_of(&self, index: usize, role: Role) -> Place {
         let layer = self.model.spec.layers.get(index);
         let number = layer
@@ -666,7 +667,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Logits of some rows of the chunk, the results from the first one on.
+    /// Computes the logits of `rows` of the chunk, written from the first result on.
     pub(super) fn head(&mut self, rows: Range<usize>) -> Result<(), ForwardError> {
         let (width, vocabulary) = (self.model.spec.width, self.model.spec.vocabulary);
         let stride = logits_stride(&self.model.spec);
@@ -752,5 +753,5 @@ impl Pass<'_, '_> {
     }
 }
 
-/// Rows that attend together at least: with fewer, widening a long context costs as much as attending to it.
+/// Minimum of rows that attend together: with fewer, widening a long context costs as much as attention.
 const ATTENTION_ROWS_MIN: usize = 4;

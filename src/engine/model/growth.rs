@@ -1,4 +1,4 @@
-//! Parts that are read into memory: by threads of their own, which are left alone where the disk hangs.
+//! Reads of parts into memory, on threads that are abandoned if the disk hangs.
 
 use std::{
     io,
@@ -32,18 +32,18 @@ pub(super) struct Growing {
 /// One read.
 struct Step {
     extent: Extent,
-    /// Where its aligned superset goes in the arena.
+    /// Offset in the arena of its page-aligned superset.
     target: usize,
 }
 
-/// What came of reading parts.
+/// Outcome of reading parts.
 #[derive(Default)]
 pub(super) struct Grown {
-    /// Those that are whole, from the first one on.
+    /// Complete parts, from the first one on.
     pub(super) whole: Vec<Buffer>,
-    /// Memory that a read keeps which hangs.
+    /// Memory kept by hanging reads.
     pub(super) left: Retained,
-    /// Why it was not all; nothing where it gave way to what else was wanted.
+    /// Reason for an incomplete result; `None` if growth was preempted.
     pub(super) failed: Option<GrowError>,
 }
 
@@ -63,7 +63,7 @@ impl Growing {
         }
     }
 
-    /// What is read first, for messages.
+    /// Name of the first extent read, for messages.
     pub(super) fn what(layout: &PartLayout) -> Arc<str> {
         layout
             .runs
@@ -72,7 +72,8 @@ impl Growing {
     }
 }
 
-/// The reads that fill an arena, which end at page boundaries: a slow disk never holds one call for long.
+/// Splits a part into reads that end at page boundaries and at multiples of [`READ_MAX`], so that a slow disk does not
+/// block one call for long.
 fn steps_of(layout: &PartLayout) -> Vec<Step> {
     let mut steps = Vec::new();
     for (extent, target) in &layout.runs {
@@ -99,32 +100,32 @@ fn steps_of(layout: &PartLayout) -> Vec<Step> {
 
 struct Shared {
     file: Arc<dyn Source>,
-    /// Each with the number of its part.
+    /// Each with the index of its part.
     steps: Vec<(usize, Step)>,
     state: Mutex<State>,
     progress: ReadProgress,
-    /// A read ended.
+    /// Signals the end of a read.
     ended: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     arenas: Vec<Buffer>,
-    /// The step that is taken next.
+    /// The next step to take.
     next: usize,
-    /// Steps under way.
+    /// Steps in progress.
     reading: Vec<usize>,
-    /// The first part of which a read was given up.
+    /// The first part with an abandoned read.
     given_up: Option<usize>,
     failed: Option<(usize, ReadError)>,
-    /// No further step is taken.
+    /// Whether readers stop taking steps.
     stop: bool,
 }
 
-/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when the disk does not
-/// answer; reads under way then keep the memory that they fill until they return.
+/// Reads parts in order, so that all parts before the first failure are complete. Gives up when the disk stalls; reads
+/// in progress then keep their memory until they return.
 ///
-/// When it has taken a moment and something else is `wanted`, it ends with the parts that are whole by then, and is no failure,
+/// After [`WANTED_AFTER`], if other work is `wanted`, it ends with the parts complete by then. That is no failure
 /// unless the disk hangs.
 pub(super) fn read_parts(
     file: &Arc<dyn Source>,
@@ -137,7 +138,7 @@ pub(super) fn read_parts(
         steps.extend(part.steps.into_iter().map(|step| (number, step)));
         arenas.push(part.arena);
     }
-    // A device has its pages at once, and each thread stages in page-locked memory of its own.
+    // A device's pages are populated at once, and each thread stages in page-locked memory of its own.
     let is_staged = arenas
         .iter()
         .any(|arena: &Buffer| arena.shared().is_beyond_host());
@@ -159,7 +160,7 @@ pub(super) fn read_parts(
         let thread = thread::Builder::new().name("cotenant-reader".to_owned());
         match thread.spawn(move || theirs.fill()) {
             Ok(reader) => readers.push(reader),
-            // With fewer threads, those that there are do all of it.
+            // The existing threads do all the work.
             Err(_) if !readers.is_empty() => break,
             Err(error) => {
                 return Grown {
@@ -203,7 +204,7 @@ impl Shared {
             };
             state.next += 1;
             if state.reading.is_empty() {
-                // Until now nothing has waited for the disk.
+                // No thread has waited for the disk so far.
                 self.progress.note();
             }
             state.reading.push(at);
@@ -215,7 +216,7 @@ impl Shared {
                 read_run(self.file.as_ref(), &step.extent, target, &self.progress)
             };
             self.progress.note();
-            // Once the step has ended, this is the arena's only owner.
+            // At the end of a step this must be the arena's only owner.
             drop(arena);
             state = self.lock();
             state.reading.retain(|other| *other != at);
@@ -235,7 +236,7 @@ impl Shared {
         }
     }
 
-    /// Reads a step into memory of this thread, and brings it to a device.
+    /// Reads a step into this thread's staging memory, and copies it to a device.
     fn bring(
         &self,
         step: &Step,
@@ -256,7 +257,7 @@ impl Shared {
         };
         let bytes = staging.bytes().as_len();
         let place = staging.range(0, bytes).ok_or_else(no_place)?;
-        // SAFETY: whole pages of this thread's own; each step has a place of its own in the arena.
+        // SAFETY: whole pages of this thread's own; the arena ranges of steps are disjoint.
         unsafe {
             read_staged(
                 self.file.as_ref(),
@@ -268,7 +269,7 @@ impl Shared {
         }
     }
 
-    /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
+    /// Waits until all steps are done or stopped; returns the outcome, and whether a read still hangs.
     fn wait(&self, limit: DiskTimeout, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
         let (began, mut gives_way, mut limit) = (Instant::now(), false, limit);
         let mut state = self.lock();
@@ -293,7 +294,7 @@ impl Shared {
                 gives_way = wanted();
                 state = self.lock();
                 if gives_way {
-                    // Reads under way end as soon as the disk answers.
+                    // Reads in progress end with the next reply of the disk.
                     state.stop = true;
                     self.progress.give_up();
                     limit = limit.min(DiskTimeout::new(WANTED_AFTER));
@@ -332,7 +333,7 @@ impl Shared {
                 whole_parts.push(arena);
             }
         }
-        // Without either it gave way to something else.
+        // With neither, growth was preempted.
         let failed = failed
             .map(|(_, error)| GrowError::Read(error))
             .or(stalled.map(GrowError::Stalled));
@@ -347,11 +348,11 @@ impl Shared {
     }
 }
 
-/// Time to read `parts` as they are read when a model grows, by as many threads and in the same steps, but into memory
-/// that has been touched before: what growing is compared with.
+/// Time to read `parts` with the threads and steps of growth, but into memory that is already resident: the baseline of
+/// growth.
 ///
 /// # Errors
-/// When there is no memory, or the file cannot be read.
+/// When memory cannot be allocated, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
     let buffers =
         (0..GROWERS).map(|_| Mapping::new(read_room(), Backing::Now).map(SharedMapping::from));
@@ -360,7 +361,7 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
     let (started, progress) = (Instant::now(), ReadProgress::new());
     let failed = claimed(steps.len(), GROWERS, |at| {
-        // There is one for each thread.
+        // One buffer per thread.
         let (step, buffer) = steps.get(at).zip(buffers().pop())?;
         let target = buffer.range(0, step.extent.aligned_bytes());
         let done = read_run(file, &step.extent, target, &progress);
@@ -374,7 +375,8 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
         .map_or(Ok(took), |error| Err(io::Error::other(error)))
 }
 
-/// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.
+/// Calls `work` with each number below `count` on up to `threads` threads that claim numbers in order; returns all
+/// results.
 pub(super) fn claimed<T: Send>(
     count: usize,
     threads: usize,
@@ -395,7 +397,7 @@ pub(super) fn claimed<T: Send>(
         let others: Vec<_> = (1..threads.min(count))
             .filter_map(|_| {
                 let thread = thread::Builder::new().name("cotenant-reader".to_owned());
-                // With fewer threads, those that there are do all of it.
+                // The existing threads do all the work.
                 thread.spawn_scoped(scope, claim).ok()
             })
             .collect();
@@ -411,7 +413,7 @@ pub(super) fn claimed<T: Send>(
     })
 }
 
-/// Reads `extent` to a place in a mapping of which no other thread uses these bytes.
+/// Reads `extent` to `target`, in a mapping of which no other thread uses these bytes.
 fn read_run(
     file: &dyn Source,
     extent: &Extent,
@@ -419,23 +421,23 @@ fn read_run(
     progress: &ReadProgress,
 ) -> Result<(), ReadError> {
     let target = target.ok_or_else(|| extent.error(Path::new(""), NO_PLACE))?;
-    // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
-    // has a place of its own.
+    // SAFETY: inside a mapping from which no slice is taken; page-aligned by the layout of arenas; the ranges of steps
+    // are disjoint.
     unsafe { file.read(extent, target, progress) }
 }
 
 const NO_PLACE: &str = "it does not fit its arena";
-/// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
-/// where memory is new to a virtual machine.
+/// Reader threads for parts: while some wait for the disk, others populate pages, which is slower if the memory is new
+/// to a virtual machine.
 pub const GROWERS: usize = 4;
-/// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
+/// Largest read; larger ones are no faster. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
-/// Room for one with the pages that it begins and ends in.
+/// Buffer size for one read and the partial pages at both ends.
 fn read_room() -> Bytes {
     Bytes::new(READ_MAX).saturating_add(page().saturating_mul(2))
 }
-/// How often it is looked whether threads have begun.
+/// Interval of checks whether a thread has begun.
 const LOOK_LEAST: Duration = Duration::from_millis(1);
-/// When it has taken so long, growing gives way to whatever else is wanted; and when nothing has come for so long then, the
-/// disk hangs. Our choice: twice the time in which a slow disk is to answer a read.
+/// Time after which growth is preempted by other work, and after that the time without progress that counts as a stall.
+/// Our choice: twice the time in which a slow disk should answer a read.
 const WANTED_AFTER: Duration = Duration::from_millis(500);

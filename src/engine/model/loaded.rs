@@ -1,4 +1,4 @@
-//! A loaded model: what it consists of, and what it holds now.
+//! A loaded model: its components and the memory it holds.
 
 use std::{
     ops::Deref,
@@ -34,24 +34,24 @@ use cotenant_units::{Bytes, Tokens};
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelOptions {
-    /// What computes.
+    /// Device to compute on.
     pub compute: Compute,
     /// Name that clients use; `general.name` of the file, or the file's stem, when absent.
     pub name: Option<String>,
-    /// The longest context that will be asked for; what the model was made for, when absent. Some models (Phi-3) turn
-    /// positions by other angles beyond a length, and choose when they are opened.
+    /// Longest context that will be requested; the model's own maximum if absent. Some models (Phi-3) use other rotary
+    /// angles beyond a length, and choose when opened.
     pub context: Option<Tokens>,
-    /// Whether KV capacity is memory from the moment it is had, or as tokens come.
+    /// Whether KV capacity is populated at once or on first touch.
     pub kv_backing: Backing,
-    /// Which tokens it may say; all when absent.
+    /// Sayable tokens; all if absent.
     pub vocabulary: Option<Sayable>,
-    /// The program `cotenant`, which computes chat templates and grammars under bounds; threads of this process do, without
-    /// bounds, when absent.
+    /// Path of the program `cotenant`, which evaluates chat templates and grammars under resource limits; if absent,
+    /// threads of this process evaluate them without limits.
     pub helper: Option<PathBuf>,
 }
 
 impl ModelOptions {
-    /// The file's own name, context and vocabulary, KV as tokens come, on so many threads of the CPU.
+    /// Options with the file's own name, context and vocabulary, KV on touch, and `threads` CPU threads.
     #[must_use]
     pub fn for_threads(threads: usize) -> Self {
         Self {
@@ -83,26 +83,26 @@ pub struct Model {
     pub(super) sequence: Sequence,
     pub(super) workspace: Workspace,
     pub(super) needs: Needs,
-    /// Of one token; behind them, whether results are not finite.
+    /// Logits of the results, each followed by flags for non-finite values.
     pub(super) logits: Buffer,
-    /// Tokens of the next prefill chunk.
+    /// Size of the next prefill chunk, in tokens.
     pub(super) chunk_wanted: usize,
-    /// How much is computed between two looks for commands.
+    /// Estimators of the work between two preemption checks.
     pub(super) estimators: SliceEstimators,
-    /// What was refused while it was opened, so that it has fewer layers.
+    /// Allocation error at opening that reduced the resident layers.
     pub(super) refused: Option<String>,
 }
 
-/// The scores of the next token, one for each token of the vocabulary.
+/// Logits of the next token, one per token of the vocabulary.
 #[derive(Debug)]
 pub struct Logits<'model>(pub(super) &'model [f32]);
 
-/// What a token is chosen by.
+/// Input of the choice of a token.
 #[derive(Debug)]
 pub enum Scores<'model> {
-    /// The first of the most likely tokens, which the device has found.
+    /// The first of the most likely tokens, found by the device.
     Greatest(u32),
-    /// All scores.
+    /// All logits.
     All(Logits<'model>),
 }
 
@@ -114,36 +114,36 @@ impl Deref for Logits<'_> {
 }
 
 impl Model {
-    /// Waits until all that was queued has been executed: before memory is given up.
+    /// Waits until all queued operations are executed; required before memory is released.
     pub(super) fn finish(&mut self) -> Result<(), DeviceError> {
         let all = self.backend.mark();
         self.backend.wait(all)
     }
 
-    /// Why fewer layers are resident than the plan had with which it was opened.
+    /// Why fewer layers are resident than in the plan at opening.
     #[must_use]
     pub fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
     }
 
-    /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
+    /// Drops the vocabulary and merges from the header, after a tokenizer was built from them.
     pub fn forget_lists(&mut self) {
         Arc::make_mut(&mut self.header).forget_lists();
     }
 
-    /// Time that kernels have waited for streamed weights so far.
+    /// Total time that kernels have waited for streamed weights.
     #[must_use]
     pub const fn waited(&self) -> Duration {
         self.weights.waited()
     }
 
-    /// What each piece of the model occupies.
+    /// Size of each piece of the model.
     #[must_use]
     pub const fn shape(&self) -> &ModelShape {
         &self.shape
     }
 
-    /// The file's header: metadata for tokenizer and chat template.
+    /// Header of the file: metadata for tokenizer and chat template.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.header
@@ -155,14 +155,14 @@ impl Model {
         &self.plan
     }
 
-    /// Tokens of the sequence so far.
+    /// Length of the sequence in tokens.
     #[must_use]
     pub const fn position(&self) -> u32 {
         self.sequence.position
     }
 
-    /// The smallest type that any token of the sequence has been kept in: what a conversion has lost stays lost until the
-    /// sequence is read again.
+    /// The smallest KV type that any token of the sequence has been stored in: lost precision returns only when the
+    /// sequence is recomputed.
     #[must_use]
     pub const fn kv_precision(&self) -> KvType {
         self.sequence.kv_precision
@@ -174,7 +174,7 @@ impl Model {
         u32::try_from(self.spec.vocabulary).unwrap_or(u32::MAX)
     }
 
-    /// Whether `token` may be said: whether the head has a row for it.
+    /// Whether `token` is sayable: whether the head has a row for it.
     #[must_use]
     pub fn can_say(&self, token: u32) -> bool {
         let said = self.spec.said.as_deref();
@@ -182,13 +182,13 @@ impl Model {
             && said.is_none_or(|said| said.iter().any(|rows| rows.contains(&(token as usize))))
     }
 
-    /// What computes, for people.
+    /// Name of the backend, for display.
     #[must_use]
     pub fn backend_name(&self) -> String {
         self.backend.name()
     }
 
-    /// Everything that is held now.
+    /// All memory held.
     #[must_use]
     pub fn breakdown(&self) -> Breakdown {
         let weights = |layer| self.held_of(Some(layer)).1;
@@ -221,7 +221,7 @@ impl Model {
         }
     }
 
-    /// Whether all of a layer, or of the output head, is in memory, and how much of it is.
+    /// Whether all of a layer, or of the output head (`None`), is in memory, and the bytes of it that are.
     fn held_of(&self, layer: Option<usize>) -> (bool, Bytes) {
         let parts = self.layout.parts.iter().enumerate();
         let arenas = parts
@@ -235,8 +235,8 @@ impl Model {
         })
     }
 
-    /// The same as the kernel sees it: pages of our mappings that are in memory (`mincore`). The header is heap and left
-    /// out.
+    /// Bytes of our mappings that are in memory according to the kernel (`mincore`). The header is on the heap and not
+    /// included.
     #[must_use]
     pub fn kernel_resident(&self) -> Bytes {
         self.weights.resident()
@@ -246,25 +246,25 @@ impl Model {
             + self.needs.context
     }
 
-    /// Held bytes that no page backs yet: never touched.
+    /// Held bytes without pages: never touched.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.sequence.cache.untouched()
     }
 
-    /// What is held, was given up, and is kept by reads that hang until they return.
+    /// Bytes of released memory that hanging reads keep until they return.
     #[must_use]
     pub fn left(&self) -> Bytes {
         self.weights.left_bytes()
     }
 
-    /// What reads that hang may keep when the model is given up now.
+    /// Memory that hanging reads would keep if the model were dropped now.
     #[must_use]
     pub fn kept(&self) -> Retained {
         self.weights.kept(Instant::now())
     }
 
-    /// Tokens of the sequence that were dropped, and how many stayed before them.
+    /// Dropped tokens of the sequence, and the tokens kept before them.
     #[must_use]
     pub const fn dropped(&self) -> (Tokens, Tokens) {
         (
@@ -273,32 +273,32 @@ impl Model {
         )
     }
 
-    /// Tokens that could be dropped now.
+    /// Number of tokens that can be dropped now.
     #[must_use]
     pub fn droppable(&self) -> Tokens {
         self.sequence.droppable()
     }
 
-    /// Whether copies of its state or of windows are needed to go back: other models can be cut back anywhere.
+    /// Whether cutting back needs copies of state or windows; other models can be cut back anywhere.
     #[must_use]
     pub fn has_copies(&self) -> bool {
         self.sequence.has_copies()
     }
 
-    /// Whether parts are read for every token.
+    /// Whether parts are streamed.
     pub(super) fn streams(&self) -> bool {
         self.plan.resident.len() < self.layout.parts.len()
     }
 
-    /// Drops as much as `used` tokens are too many for `capacity`, as far as that is allowed; returns how many.
+    /// Drops the excess of `used` tokens over `capacity`, as far as dropping is allowed; returns the number dropped.
     pub(super) fn drop_for(&mut self, capacity: Tokens, used: u32) -> u32 {
         let turn = (&self.spec.attention, self.weights.rope_factors());
         self.sequence.drop_for(turn, capacity, used)
     }
 
-    /// Makes the readers bring streamed parts from the first one on.
+    /// Restarts the stream at the first part.
     pub(super) fn restart_stream(&mut self) {
-        // Without a stream the next pass reports that the weights are missing, and tries again.
+        // Without a stream, the next pass reports missing weights and retries.
         if self.weights.reclaim(self.backend.as_mut(), 0).is_ok() {
             self.weights
                 .stream(self.backend.as_ref(), &self.layout, Place::default())

@@ -1,50 +1,50 @@
-//! Places of the sequence where prompts part, with copies of the recurrent state and of windows there.
+//! Marks: positions where prompts diverge, with copies of recurrent state and windows.
 //!
 //! ```text
-//!   conversation A   s s s s s s a a a a a a a|a       s: what both begin with
+//!   conversation A   s s s s s s a a a a a a a|a       s: the common prefix
 //!   conversation B   s s s s s s|b b b b b b b|b
 //!                               fork          end
 //! ```
 //!
-//! A conversation usually parts from its own last prompt near the end of that; another conversation where the two differ
-//! first, which is known when the second of them is read. Each kind of place has copies of its own, so that a conversation
-//! that goes on does not push out what the others go on from.
+//! The next prompt of a conversation usually diverges from the previous one near its end (`end`); another conversation
+//! diverges where the two first differ (`fork`), which is known when the second one is read. Each kind has copies of
+//! its own, so that a long conversation does not evict the copies that others continue from.
 
 use crate::kv::Copy as KvCopy;
 
-/// Why a later prompt may part from the sequence at a place.
+/// Why a later prompt may diverge from the sequence at a mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Another conversation has parted here.
+    /// Another conversation has diverged here.
     Fork,
-    /// The conversation itself, where its prompt ends.
+    /// End of the conversation's own prompt.
     End,
 }
 
-/// The copies of one sequence, and where the next pass makes more.
+/// Marks of one sequence, and the positions at which the next pass adds more.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// By position.
+    /// Sorted by position.
     taken: Vec<Mark>,
-    /// Where the next pass is to make one of each kind, as long as it has not come by.
+    /// Positions at which the next pass makes a copy of each kind; `None` if none is wanted.
     fork: Option<u32>,
     end: Option<u32>,
-    /// Prompts so far.
+    /// Number of prompts so far.
     prompt: u64,
 }
 
-/// A place of a sequence that it can be cut back to. Several sequences may have the copy in common.
+/// Position to which a sequence can be cut back. Several sequences may share the copy.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     pub(super) position: u32,
     pub(super) copy: KvCopy,
     kind: Kind,
-    /// The prompt that has made it, or the last one that parted there.
+    /// Number of the prompt that made it, or of the last one that diverged there.
     used: u64,
 }
 
 impl Mark {
-    /// A mark that no pass has made: of an end, unless it `is_fork`.
+    /// Returns a mark that no pass has made: an end, unless `is_fork`.
     pub(super) const fn of(position: u32, copy: KvCopy, is_fork: bool) -> Self {
         Self {
             position,
@@ -60,33 +60,33 @@ impl Mark {
 }
 
 impl Marks {
-    /// All of them, by position.
+    /// All marks, sorted by position.
     pub(super) fn all(&self) -> &[Mark] {
         &self.taken
     }
 
-    /// The last place.
+    /// The last mark.
     pub(super) fn last(&self) -> Option<&Mark> {
         self.taken.last()
     }
 
-    /// Gives up all copies, and marks nothing.
+    /// Drops all copies and the wanted positions.
     pub(super) fn clear(&mut self) {
         self.taken.clear();
         self.forget_wanted();
     }
 
-    /// The sequence is one that has these.
+    /// Replaces the marks by those of another sequence.
     pub(super) fn take_up(&mut self, taken: Vec<Mark>) {
         self.taken = taken;
     }
 
-    /// Marks nothing in the next pass.
+    /// Cancels the copies wanted in the next pass.
     pub(super) const fn forget_wanted(&mut self) {
         (self.fork, self.end) = (None, None);
     }
 
-    /// Gives up the copies behind the first `common` tokens, which is all that the next prompt shares with the sequence.
+    /// Drops the copies beyond the first `common` tokens, the prefix that the next prompt shares with the sequence.
     pub(super) fn part_at(&mut self, common: u32) {
         self.prompt += 1;
         self.taken.retain(|mark| mark.position <= common);
@@ -97,19 +97,20 @@ impl Marks {
         }
     }
 
-    /// Wants a copy where the prompt parts from another conversation, unless there is one that serves as well.
+    /// Requests a copy where the prompt diverges from another conversation, unless an existing one serves.
     pub(super) fn want_fork(&mut self, position: u32) {
         let is_served = self.taken.iter().any(|mark| mark.serves(position));
         self.fork = (position >= FORK_MIN && !is_served).then_some(position);
     }
 
-    /// Wants a copy where the prompt will part from what follows it.
+    /// Requests a copy at the position where the next prompt is expected to diverge.
     pub(super) fn want_end(&mut self, position: u32) {
         self.end = Some(position).filter(|position| *position > 0);
     }
 
-    /// The first place behind `position` where a chunk is to end for a copy: while it `streams` only for a fork, which saves
-    /// each later prompt more than the one reading of the layers that the cut costs.
+    /// Returns the first position after `position` at which a chunk must end for a copy. While the model `streams`,
+    /// only a fork counts: its copy saves each later prompt more than the extra read of the layers that splitting the
+    /// chunk costs.
     pub(super) fn next(&self, position: u32, streams: bool) -> Option<u32> {
         let end = self.end.filter(|_| !streams);
         self.fork
@@ -119,7 +120,8 @@ impl Marks {
             .min()
     }
 
-    /// The kinds of which a copy is to be made now: where one is wanted, or the last chunk of `chunk` tokens ends before it.
+    /// Returns the kinds of copies to make now: at a wanted position, or before it if another chunk of `chunk` tokens
+    /// would pass it.
     pub(super) fn due(&mut self, position: u32, chunk: u32, streams: bool) -> [Option<Kind>; 2] {
         let reach = position
             .saturating_add(chunk)
@@ -135,12 +137,12 @@ impl Marks {
         kinds
     }
 
-    /// Wants no copy at a fork.
+    /// Cancels a wanted copy at a fork.
     pub(super) const fn forget_fork(&mut self) {
         self.fork = None;
     }
 
-    /// Gives up a copy where there are as many of this kind as there may be.
+    /// Drops a copy if this kind has reached its maximum.
     pub(super) fn make_room(&mut self, kind: Kind) {
         let most = match kind {
             Kind::Fork => FORKS_MAX,
@@ -151,24 +153,24 @@ impl Marks {
         }
     }
 
-    /// Gives up a copy for another one: where this prompt has parted from another conversation, that one is likely to part from
-    /// this one next. Says whether there was one.
+    /// Drops a copy in favour of another; forks that this prompt has used are kept, since the other conversation is
+    /// likely to diverge there next. Returns whether a copy was dropped.
     pub(super) fn pop_for_another(&mut self) -> bool {
         let prompt = self.prompt;
         self.pop(|mark| mark.kind == Kind::End || mark.used < prompt)
     }
 
-    /// Gives up the first of several ends; says whether there was one.
+    /// Drops the first of several ends; returns whether there was one.
     pub(super) fn pop_spare(&mut self) -> bool {
         take_spare(&mut self.taken)
     }
 
-    /// Whether a copy of `position` is there.
+    /// Whether a copy exists at `position`.
     pub(super) fn has(&self, position: u32) -> bool {
         self.taken.iter().any(|mark| mark.position == position)
     }
 
-    /// Takes a copy.
+    /// Adds a copy.
     pub(super) fn put(&mut self, kind: Kind, position: u32, copy: KvCopy) {
         self.taken.push(Mark {
             position,
@@ -179,7 +181,7 @@ impl Marks {
         self.taken.sort_by_key(|mark| mark.position);
     }
 
-    /// Gives up the copy among some that is missed least; says whether there was one.
+    /// Drops the least useful copy accepted by `among`; returns whether there was one.
     pub(super) fn pop(&mut self, among: impl Fn(&Mark) -> bool) -> bool {
         let index = self.least_useful(among);
         if let Some(index) = index {
@@ -188,7 +190,7 @@ impl Marks {
         index.is_some()
     }
 
-    /// The copy among some that is missed least: the first of the ends, or the fork that saves the fewest tokens.
+    /// The least useful copy accepted by `among`: the first end, else the fork that saves the fewest tokens.
     fn least_useful(&self, among: impl Fn(&Mark) -> bool) -> Option<usize> {
         let before = |index: usize| {
             let before = index.checked_sub(1).and_then(|index| self.taken.get(index));
@@ -210,7 +212,7 @@ impl Marks {
 }
 
 impl Mark {
-    /// Whether a prompt that parts at `position` may as well go on from it.
+    /// Whether a prompt that diverges at `position` can continue from this mark at little cost.
     fn serves(&self, position: u32) -> bool {
         position
             .checked_sub(self.position)
@@ -218,7 +220,7 @@ impl Mark {
     }
 }
 
-/// Takes the first end from a conversation that has several; says whether it has.
+/// Removes the first end of a conversation that has several; returns whether it did.
 pub(super) fn take_spare(marks: &mut Vec<Mark>) -> bool {
     let is_end = |mark: &Mark| mark.kind == Kind::End;
     let is_spare = marks.iter().filter(|mark| is_end(mark)).count() > 1;
@@ -229,12 +231,12 @@ pub(super) fn take_spare(marks: &mut Vec<Mark>) -> bool {
     first.is_some()
 }
 
-/// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is
-/// asked for again).
+/// The last two prompts: one to continue from the last, and one to continue from the one before (an answer that is
+/// regenerated).
 const ENDS_MAX: usize = 2;
-/// What all conversations have in common, and what some of them have beyond that.
+/// The prefix common to all conversations, and a longer one common to some.
 const FORKS_MAX: usize = 2;
-/// Fewer tokens than this take no longer to read than a copy.
+/// Reading fewer tokens takes no longer than a copy.
 const FORK_MIN: u32 = 64;
-/// Our choice: so few tokens are read again rather than copied for.
+/// Maximum tokens read again instead of making a copy. Our choice.
 const FORK_NEAR: u32 = 16;

@@ -1,4 +1,4 @@
-//! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
+//! A model that computes: resident or streamed weights, a sequence, and changes of plan between two tokens.
 
 mod batch;
 mod calibrate;

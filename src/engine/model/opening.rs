@@ -31,13 +31,13 @@ use cotenant_policy::{
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Tokens};
 
-/// A file whose header was read, before any of its weights are.
+/// A model file whose header was read, before its weights.
 pub struct Opening {
     disk: Disk,
     device: Arc<dyn Device>,
     needs: Needs,
     file: Arc<WeightFile>,
-    /// Where the vectors lie, which the system begins to bring.
+    /// Extents of the vectors, which the system prefetches.
     vectors: Vec<Extent>,
     header: Arc<Header>,
     spec: Spec,
@@ -47,22 +47,22 @@ pub struct Opening {
     progress: LoadProgress,
 }
 
-/// How a disk is asked while a model is opened, and for how long it may not answer.
+/// How the disk is accessed while a model is opened, and the limit after which it counts as stalled.
 #[derive(Clone, Default)]
 pub(super) struct Disk {
     pub(super) watch: DiskWatch,
     pub(super) limit: DiskTimeout,
-    /// Stands between the file and who reads large pieces of it.
+    /// Wraps the source of large reads.
     #[cfg(test)]
     pub(super) wrap: Option<WrapSource>,
 }
 
-/// Puts something between the file and its readers.
+/// Wrapper between the file and its readers.
 #[cfg(test)]
 pub(super) type WrapSource = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
 
 impl Disk {
-    /// Does what needs the disk for the file at `path`, which is left alone where it hangs.
+    /// Runs `work`, which reads the file at `path`, on a thread that is abandoned if the disk hangs.
     fn attend<T: Send + 'static>(
         &self,
         path: &Path,
@@ -85,10 +85,10 @@ impl Disk {
 }
 
 impl Opening {
-    /// Reads the header of the file at `path`, and computes what each piece will occupy.
+    /// Reads the header of the file at `path`, and computes the size of each piece.
     ///
     /// # Errors
-    /// When the file is not a model that the engine can compute with.
+    /// When the engine cannot compute with the file.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
         let device = options
             .device()
@@ -96,7 +96,7 @@ impl Opening {
         Self::on(device, path, options, Layout::of, &Disk::default())
     }
 
-    /// The same for a device that has been chosen.
+    /// As [`Self::read`], on a given device and with a given layout.
     pub(super) fn on(
         device: Arc<dyn Device>,
         path: &Path,
@@ -114,7 +114,7 @@ impl Opening {
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
-            // The first token waits for the disk, so it begins at once.
+            // The first token depends on the disk: prefetch now.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
             Ok(Self {
                 disk: stays,
@@ -132,7 +132,7 @@ impl Opening {
         })
     }
 
-    /// Counts what is read while this begins.
+    /// Counts the bytes read by [`Self::begin`] in `progress`.
     pub(crate) fn counted_by(self, progress: &LoadProgress) -> Self {
         Self {
             progress: progress.clone(),
@@ -140,35 +140,35 @@ impl Opening {
         }
     }
 
-    /// The file's header. Drop copies of it before [`Model::forget_lists`], which copies it otherwise.
+    /// The file's header. Drop clones of it before [`Model::forget_lists`], which otherwise copies the header.
     #[must_use]
     pub const fn header(&self) -> &Arc<Header> {
         &self.header
     }
 
-    /// What each piece of the model occupies.
+    /// Size of each piece of the model.
     #[must_use]
     pub const fn shape(&self) -> &ModelShape {
         &self.shape
     }
 
-    /// Puts `plan` into force. Memory may still be found for the ring, the state and the workspace afterwards:
-    /// [`Model::settle`] waits for it, a token need not.
+    /// Puts `plan` into force. Pages of the ring, the state and the workspace may still be missing afterwards:
+    /// [`Model::settle`] waits for them, a token need not.
     ///
-    /// Where memory is refused for a layer, it is tried once more with fewer: [`Model::plan`] is what is in force, and
-    /// [`Model::refused`] why.
+    /// If an allocation for a layer fails, it retries once with fewer layers: [`Model::plan`] is the plan in force, and
+    /// [`Model::refused`] the reason.
     ///
     /// # Errors
-    /// When weights cannot be read or memory cannot be had.
+    /// When weights cannot be read or memory cannot be allocated.
     pub fn begin(self, plan: &EnginePlan) -> Result<Model, LoadError> {
         let path = self.header.path().to_owned();
         let mut left = Retained::of(Vec::new(), Instant::now());
-        // What was made is given up by now where that failed; what is left of it is kept by reads that hang.
+        // A failed assembly has released its memory by now, except the part that hanging reads keep.
         self.assemble(plan, &mut left)
             .map_err(|kind| LoadError::new(&path, kind).leaving(left))
     }
 
-    /// Notes what readers may keep in `left`.
+    /// Builds the model; records in `left` the memory that readers may keep.
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
         let Self {
             disk,
@@ -187,8 +187,7 @@ impl Opening {
         let mut backend = device.start(&Limits::of(&spec, layout.parts.len()))?;
         let chunk = residency::check(&shape, plan)
             .map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
-        // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
-        // memory is found for everything else.
+        // The first token depends on the disk: read the vectors and the streamed parts while memory is allocated.
         let vectors =
             Vectors::begin(&file, vectors, &disk.watch).map_err(LoadErrorKind::Threads)?;
         let source = progress.counting(disk.source(&file));
@@ -279,8 +278,8 @@ impl Opening {
     }
 }
 
-/// The plan with those parts alone for which memory was found, without as many of the last as leave room for the KV cells that no
-/// token has needed yet, and for a ring; nothing when that leaves none to give up.
+/// Returns the plan with only the allocated parts, less as many of the last ones as leave room for the untouched KV
+/// cells and a ring; `None` if none is left to release.
 fn with_room(model: &Model, plan: &EnginePlan) -> Option<EnginePlan> {
     let mut fewer = EnginePlan {
         resident: model.plan.resident.clone(),
@@ -297,7 +296,7 @@ fn with_room(model: &Model, plan: &EnginePlan) -> Option<EnginePlan> {
     Some(fewer)
 }
 
-/// Reads a header, and computes what each piece will occupy.
+/// Reads a header, and computes the size of each piece.
 pub(super) fn inspect(
     device: Arc<dyn Device>,
     path: &Path,
@@ -315,7 +314,7 @@ pub(super) fn inspect(
     })
 }
 
-/// What a model computes with beside its weights.
+/// A model's memory apart from its weights.
 struct Memory {
     state: RecurrentState,
     workspace: Workspace,
@@ -332,7 +331,7 @@ impl Memory {
         chunk: usize,
         options: &ModelOptions,
     ) -> Result<Self, LoadErrorKind> {
-        // A device may have less address space than the longest context would need.
+        // A device's address space may be smaller than the longest context requires.
         let context = options
             .context
             .map_or(u32::MAX, Tokens::get)
@@ -342,7 +341,7 @@ impl Memory {
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
-            // Of tokens that are not there nothing is ever written.
+            // The logits of removed tokens are never written.
             for row in 0..shape::ANSWERS_MAX {
                 let first = row * shape::logits_stride(spec);
                 backend.queue(Operation::Fill {
@@ -354,7 +353,7 @@ impl Memory {
         Ok(Self {
             state: RecurrentState::new(backend, spec)
                 .map_err(refuse("the state", shape.state_bytes))?,
-            // The first pass touches these while it waits for the disk, and what it does not need yet is found by `settle`.
+            // The first pass touches these pages while it waits for the disk; `settle` populates the rest.
             workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
                 .map_err(refuse(
                     "the workspace",
@@ -369,7 +368,7 @@ impl Memory {
     }
 }
 
-/// The header of a file, what of it is computed with, and the file to read the weights from.
+/// Reads a file's header and the spec, and opens the file for its weights.
 fn read(
     path: &Path,
     context: Option<Tokens>,
@@ -384,7 +383,7 @@ fn read(
     Ok((header, spec, file))
 }
 
-/// The device, or what computes this model instead of it.
+/// Returns the device's substitute for this model, if it has one, else the device.
 fn for_model(
     device: Arc<dyn Device>,
     path: &Path,
@@ -395,7 +394,7 @@ fn for_model(
     Ok(other.unwrap_or(device))
 }
 
-/// That there is no memory for `what`.
+/// Returns an adapter from an allocation failure of `bytes` for `what` to an error.
 fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
     move |source| LoadErrorKind::Allocate {
         what: what.to_owned(),

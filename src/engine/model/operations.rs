@@ -1,4 +1,4 @@
-//! Operations of a model: opening, computing, changing its plan, and what becomes of its sequence.
+//! Operations of a model: opening, computing, changes of plan, and its sequences.
 
 use std::path::Path;
 
@@ -31,11 +31,11 @@ use cotenant_policy::{
 use cotenant_units::Tokens;
 
 impl Model {
-    /// Reads the header of the file at `path` and computes what each piece will occupy on what is to compute, or with so many threads
-    /// of the CPU; no weights are read.
+    /// Reads the header of the file at `path` and computes the size of each piece on `compute` (a device, or a number
+    /// of CPU threads); reads no weights.
     ///
     /// # Errors
-    /// When the file is not a model that the engine can compute with.
+    /// When the engine cannot compute with the file.
     pub fn inspect(
         path: &Path,
         compute: impl Into<Compute>,
@@ -43,10 +43,10 @@ impl Model {
         Self::inspect_with(path, None, compute)
     }
 
-    /// As [`Self::inspect`], for a model that may say some tokens only.
+    /// As [`Self::inspect`], for a model with a reduced vocabulary.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::inspect`].
     pub fn inspect_with(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -59,17 +59,17 @@ impl Model {
     /// Opens the file at `path` and puts `plan` into force.
     ///
     /// # Errors
-    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
+    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be allocated.
     pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let mut model = Self::begin(path, plan, options)?;
         model.settle();
         Ok(model)
     }
 
-    /// As [`Self::open`], but for memory that may still be found, see [`Opening::begin`].
+    /// As [`Self::open`], but some memory may not be populated yet, see [`Opening::begin`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::open`].
     pub fn begin(
         path: &Path,
         plan: &EnginePlan,
@@ -78,10 +78,10 @@ impl Model {
         Opening::read(path, options)?.begin(plan)
     }
 
-    /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
+    /// As [`Self::open`], with each layer and the output head in one part: the baseline for the cost of smaller parts.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::open`].
     pub fn open_whole(
         path: &Path,
         plan: &EnginePlan,
@@ -104,8 +104,8 @@ impl Model {
         Ok(model)
     }
 
-    /// Waits until all that the plan holds is in memory, and gives back what opening has left free on the heap: then the book
-    /// says what the kernel does.
+    /// Waits until all memory of the plan is populated, and returns heap memory that opening has freed to the system:
+    /// afterwards the ledger matches the kernel.
     pub fn settle(&mut self) {
         self.weights.settle();
         self.workspace.touch();
@@ -146,7 +146,8 @@ impl Model {
         }
     }
 
-    /// As [`Self::forward`], returning the first of the most likely tokens alone where a device finds it: then nothing else is read.
+    /// As [`Self::forward`], but returns only the first of the most likely tokens if the device finds it, without
+    /// reading the logits.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -175,7 +176,7 @@ impl Model {
         }
     }
 
-    /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
+    /// As [`Self::forward`], and passes the logits of every token to `each` with its index in `tokens`.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -188,43 +189,43 @@ impl Model {
         pass::run(self, tokens, checkpoint, Some(each)).map(drop)
     }
 
-    /// How many answers may be computed together, with the present chunk size.
+    /// Maximum number of answers computed together, with the present chunk size.
     #[must_use]
     pub fn answers_max(&self) -> usize {
         shape::ANSWERS_MAX.min(self.workspace.chunk())
     }
 
-    /// How many tokens may be computed in one pass, with the present chunk size.
+    /// Maximum number of tokens in one pass, with the present chunk size.
     #[must_use]
     pub const fn rows_max(&self) -> usize {
         self.workspace.chunk()
     }
 
-    /// The conversations that are parked beside the sequence, in the order in which they were.
+    /// Parked conversations, in the order in which they were parked.
     #[must_use]
     pub fn kept_conversations(&self) -> Vec<Kept> {
         self.sequence.kept_conversations()
     }
 
-    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
-    /// model cannot do that.
+    /// Makes the sequence, whose tokens are `held`, a lane that is computed beside others, and begins a new sequence.
+    /// Returns `None` if the model cannot do that now.
     pub fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
         self.sequence.set_aside(self.backend.as_mut(), held)
     }
 
-    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    /// KV capacity, in tokens, that a lane takes beyond that of its tokens.
     #[must_use]
     pub fn aside_takes(&self) -> Tokens {
         Tokens::new(self.sequence.aside_takes())
     }
 
-    /// Whether one that was set aside cannot be gone on with: another KV type, or a pass that did not finish, has taken its state.
+    /// Whether a lane cannot continue: a change of KV type or an incomplete pass has destroyed its state.
     #[must_use]
     pub fn is_lost(&self, lane: Lane) -> bool {
         self.sequence.is_lost(lane)
     }
 
-    /// How many tokens of the sequence the next pass may have at most.
+    /// Maximum number of the sequence's tokens in the next pass.
     #[must_use]
     pub fn slice_max(&self) -> usize {
         let left = self.sequence.until_mark(self.streams());
@@ -232,28 +233,28 @@ impl Model {
             .min(self.rows_max())
     }
 
-    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be
-    /// gone on with. Returns its tokens.
+    /// Makes a lane the sequence; the previous sequence, whose tokens are `held`, is parked. Returns the lane's tokens.
     pub fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {
         self.sequence.resume(self.backend.as_mut(), held, lane)
     }
 
-    /// The answer of one that was set aside is over: it stays as a conversation that may be gone on with.
+    /// Ends the answer of a lane, which becomes a parked conversation.
     pub fn leave(&mut self, lane: Lane) {
         self.sequence.leave(lane);
     }
 
-    /// Finds places for so many more tokens of one that was set aside, beside all others; says whether there are.
+    /// Reserves blocks for `tokens` more tokens of a lane, beside all others; returns whether there are enough.
     pub fn make_places(&mut self, lane: Lane, tokens: u32) -> bool {
         let kept = self.sequence.kept();
         self.sequence.make_places([(lane, tokens)], kept)
     }
 
-    /// Appends the tokens of some spans to their conversations in one pass: a chunk of the plan at most, and
-    /// [`Self::answers_max`] results, which are read by [`Self::logits_of`] or [`Self::greatest_of`] in the order of the spans.
+    /// Appends the tokens of `spans` to their conversations in one pass: at most a chunk of the plan, and at most
+    /// [`Self::answers_max`] results. [`Self::logits_of`] and [`Self::greatest_of`] read the results in the order of
+    /// the spans.
     ///
     /// # Errors
-    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence that has a span is lost.
+    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence with a span is lost.
     pub fn forward_together(
         &mut self,
         spans: &[Span<'_>],
@@ -262,7 +263,7 @@ impl Model {
         pass::run_together(self, spans, checkpoint)
     }
 
-    /// The logits of one of the results of the last pass, of a token at `position` of its conversation.
+    /// Returns the logits of result `number` of the last pass, of a token at `position` of its conversation.
     ///
     /// # Errors
     /// When they are not finite, or the device has failed.
@@ -271,7 +272,8 @@ impl Model {
         pass::result_of(backend, &self.logits, (vocabulary, number), position).map(Logits)
     }
 
-    /// The first of the most likely tokens by one of the results of the last pass, where the device finds it; otherwise its logits.
+    /// Returns the first of the most likely tokens of result `number` of the last pass if the device finds it, else the
+    /// logits.
     ///
     /// # Errors
     /// As [`Self::logits_of`].
@@ -288,45 +290,45 @@ impl Model {
         }
     }
 
-    /// Takes back the last tokens of one that was set aside, or of the sequence.
+    /// Removes the last tokens of a lane, or of the sequence.
     pub fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
         self.sequence.take_back(lane, tokens);
     }
 
-    /// As [`Self::kv_precision`], of one that was set aside.
+    /// As [`Self::kv_precision`], of a lane.
     #[must_use]
     pub fn kv_precision_of(&self, lane: Lane) -> Option<KvType> {
         self.sequence.precision_of(lane)
     }
 
-    /// Tokens of the capacity that the sequence takes, with those whose answers are under way beside it.
+    /// KV capacity, in tokens, that the sequence and all lanes take.
     #[must_use]
     pub fn held(&self) -> Tokens {
         Tokens::new(self.sequence.held(self.sequence.kept()))
     }
 
-    /// Keeps places for a prompt that the sequence comes to so many tokens by, and that is read in several passes; for none
-    /// once it has been read.
+    /// Reserves blocks for a sequence that a prompt read in several passes extends to `tokens` tokens; 0 ends the
+    /// reservation once it has been read.
     pub fn expect(&mut self, tokens: u32) {
         self.sequence.expect(self.backend.as_mut(), tokens);
     }
 
     /// Puts `plan` into force between two tokens: releases first, then grows.
     ///
-    /// A KV capacity below what the sequence uses is raised to it; the report says so.
+    /// A KV capacity below the use of the sequence is raised to it; the report says so.
     ///
     /// # Errors
-    /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
-    /// done, and [`Self::plan`] says what is in force.
+    /// When the plan is invalid, memory cannot be allocated, or weights cannot be read. Changes made by then remain;
+    /// [`Self::plan`] is the plan in force.
     pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
         self.apply_until(plan, &mut || false)
     }
 
-    /// As [`Self::apply`]; when growing takes long, it ends for whatever else is `wanted`, with the parts that it has by
-    /// then: the report says which plan is in force.
+    /// As [`Self::apply`], but growth that takes long is preempted by other `wanted` work and keeps the parts read by
+    /// then: the report contains the plan in force.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::apply`].
     pub fn apply_until(
         &mut self,
         plan: &EnginePlan,
@@ -335,7 +337,7 @@ impl Model {
         residency::apply(self, plan, wanted)
     }
 
-    /// Drops the sequence; what the plan holds stays.
+    /// Drops the sequence; memory of the plan stays.
     pub fn reset(&mut self) {
         let lost = self.sequence.lost;
         self.sequence.reset(self.backend.as_mut());
@@ -344,9 +346,9 @@ impl Model {
         }
     }
 
-    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
-    /// length. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
-    /// converted to before.
+    /// Cuts the sequence back to its longest usable prefix of at most `tokens` tokens, and returns the length. The
+    /// result is empty for a lost sequence, and for one whose tokens were once stored in a smaller KV type than the
+    /// present one.
     pub fn keep(&mut self, tokens: u32) -> u32 {
         let lost = self.sequence.lost;
         self.sequence.keep(self.backend.as_mut(), tokens);
@@ -356,8 +358,8 @@ impl Model {
         self.sequence.position
     }
 
-    /// The conversation that has the most in common with a prompt becomes the sequence; the one until then, whose tokens are
-    /// `held`, stays beside it as long as no other tokens need its place.
+    /// Makes the conversation with the longest common prefix with a prompt the sequence; the previous sequence, whose
+    /// tokens are `held`, is parked until its blocks are needed.
     pub fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
         let lost = self.sequence.lost;
         let fork = self.sequence.select(self.backend.as_mut(), held, asked);
@@ -370,31 +372,31 @@ impl Model {
         }
     }
 
-    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from, and returns its length.
-    /// What failed in another way is to be [`Self::reset`].
+    /// Recovers the usable prefix of a sequence whose last pass was cancelled, and returns its length. After other
+    /// failures, [`Self::reset`].
     pub fn recover(&mut self) -> u32 {
         if self.sequence.lost {
-            // The readers may have been left in the middle of a pass.
+            // The readers may have stopped in the middle of a pass.
             self.restart_stream();
             self.sequence.recover(self.backend.as_mut());
         }
         self.sequence.position
     }
 
-    /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since
-    /// another chunk would read them once more.
+    /// Marks the sequence when the next pass reaches `position`. With streamed layers the mark is at the last end of a
+    /// chunk before it, since another chunk would read the layers once more.
     pub fn mark_at(&mut self, position: u32) {
         self.sequence.mark_at(position);
     }
 
-    /// Marks the sequence when the next pass comes by `position`, where its prompt parts from another conversation, unless
-    /// there is a mark that serves as well.
+    /// Marks the sequence when the next pass reaches `position`, where its prompt diverges from another conversation,
+    /// unless an existing mark serves.
     pub fn fork_at(&mut self, position: u32) {
         self.sequence.marks.want_fork(position);
     }
 
-    /// Allows that the oldest tokens behind the first `sinks` are dropped where the KV capacity is used up or becomes
-    /// smaller, or forbids it. The first ones are rounded up to whole KV blocks.
+    /// Allows or forbids dropping the oldest tokens after the first `sinks` when the KV capacity is used up or shrinks.
+    /// `sinks` is rounded up to whole KV blocks.
     pub const fn allow_dropping(&mut self, sinks: Option<Tokens>) {
         self.sequence.dropped.sinks = match sinks {
             Some(sinks) => Some(sinks.get()),
@@ -402,17 +404,17 @@ impl Model {
         };
     }
 
-    /// Drops the oldest block, to make room for more; returns how many tokens it held, none where it may not be.
+    /// Drops the oldest block to make room; returns the number of tokens dropped, 0 if dropping is not allowed.
     pub fn make_room(&mut self) -> Tokens {
         let turn = (&self.spec.attention, self.weights.rope_factors());
         let used = self.sequence.position;
         Tokens::new(self.sequence.drop_oldest(turn, 1, used))
     }
 
-    /// Computes one token, and refuses weights with which that gives no result. Leaves an empty sequence.
+    /// Computes one token and refuses weights that give no usable result. Leaves an empty sequence.
     ///
     /// # Errors
-    /// [`LoadErrorKind::Damaged`], and when they cannot be read.
+    /// [`LoadErrorKind::Damaged`], and when weights cannot be read.
     pub fn prove(&mut self) -> Result<(), LoadErrorKind> {
         damage::prove(self)
     }
@@ -420,21 +422,21 @@ impl Model {
     /// Refuses a file that ends in zeros, see [`LoadErrorKind::Damaged`].
     ///
     /// # Errors
-    /// When it does, or cannot be read.
+    /// When the file is damaged so, or cannot be read.
     pub fn refuse_zeros(header: &Header) -> Result<(), LoadErrorKind> {
         let file = WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?;
         damage::refuse_zeros(header, &file, &DiskWatch::default())
     }
 
-    /// Measures how fast it computes and reads, alone and at the same time: about a second, or a few tokens where they
-    /// take long. `go_on` is asked between layers. Leaves the plan in force as it was, and an empty sequence.
+    /// Measures the speed of computing and reading, separately and together: for about a second, or a few tokens if
+    /// these take long. Polls `go_on` between layers. Leaves the plan in force, and an empty sequence.
     ///
-    /// When all is resident, parts that hold as much as the ring are given up meanwhile: it takes no more memory.
+    /// If all parts are resident, it releases parts of the ring's size meanwhile, so that it needs no more memory.
     ///
-    /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
+    /// Returns `None` when cancelled, or if a sequence is in progress or the plan has no room for one.
     ///
     /// # Errors
-    /// When the parts cannot be had again: they stay out, and the plan in force says so.
+    /// When the released parts cannot be read again: they stay out, and the plan in force says so.
     pub fn calibrate(
         &mut self,
         go_on: &mut dyn FnMut() -> bool,
@@ -442,8 +444,8 @@ impl Model {
         calibrate::calibrate(self, go_on)
     }
 
-    /// Measures what each part of the model takes of one token, in the order of the parts. `None` as for
-    /// [`calibrate`](Self::calibrate), and where a part is streamed.
+    /// Measures the time of each part per token, in the order of the parts. Returns `None` as
+    /// [`calibrate`](Self::calibrate) does, and if a part is streamed.
     pub fn part_times(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Vec<PartTime>> {
         calibrate::part_times(self, go_on)
     }

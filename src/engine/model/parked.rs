@@ -1,4 +1,4 @@
-//! Conversations that are kept beside the one that is computed.
+//! Parked conversations: kept beside the sequence that is computed.
 //!
 //! ```text
 //!   system prompt ─┬─ kitchen: question, answer         parked
@@ -6,10 +6,9 @@
 //!                  └─ study: question …                 the sequence
 //! ```
 //!
-//! Each has its tokens here and its blocks in the KV cache, where those of a beginning that several have in common are there
-//! once. A prompt goes on from the conversation of its own client with which it has the most tokens in common. They take
-//! capacity that the running answer does not need, and are given up one after the other when it does, or when capacity is
-//! taken away.
+//! Each has its tokens here and its blocks in the KV cache; blocks of a common prefix are stored once. A prompt
+//! continues the conversation of its own client with the longest common prefix. Parked conversations use capacity that
+//! the running answer does not need, and are evicted one by one when it does or when capacity shrinks.
 
 use std::{sync::Arc, time::Instant};
 
@@ -18,37 +17,37 @@ use crate::kv::Copy as KvCopy;
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
-/// Who asks, and what.
+/// A prompt, its client and its request.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
-    /// Conversations of other clients are not gone on from: how fast an answer begins would tell what they contain.
+    /// Conversations of other clients are not continued: the time to the first token would reveal their contents.
     pub client: Option<&'a Arc<str>>,
-    /// All of its tokens.
+    /// The whole prompt.
     pub prompt: &'a [u32],
     /// The number of the request.
     pub request: u64,
 }
 
-/// How a prompt begins.
+/// Result of selecting a conversation for a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Selected {
-    /// Its first tokens that the sequence has already.
+    /// Number of the prompt's first tokens that the sequence holds already.
     pub kept: u32,
-    /// Where it has parted from another conversation, which may be gone on with as well.
+    /// Position at which the prompt diverges from another conversation that may also be continued.
     pub fork: Option<u32>,
 }
 
-/// A conversation: its client, and what is known of its tokens.
+/// A conversation: its client, last request and expected end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Conversation {
     pub(super) client: Option<Arc<str>>,
     /// The number of its last request.
     pub(super) request: u64,
-    /// Where its next prompt is likely to part from its last one.
+    /// Position at which its next prompt is likely to diverge from its last one.
     pub(super) end: u32,
 }
 
-/// Names a conversation whose answer is under way beside others.
+/// Handle of a lane: a conversation whose answer is computed beside others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane(u64);
 
@@ -57,52 +56,52 @@ pub struct Lane(u64);
 pub(super) struct Parked {
     pub(super) conversation: Conversation,
     pub(super) tokens: Vec<u32>,
-    /// Where it can be cut back to, of models that cannot be cut back anywhere.
+    /// Positions to which it can be cut back, for models that cannot be cut back anywhere.
     pub(super) marks: Vec<Mark>,
-    /// The smallest type that any of them has been kept in.
+    /// The smallest KV type that any of its tokens has been stored in.
     pub(super) kv_precision: KvType,
-    /// Whether a later prompt of the same conversation is likely to have taken its place: one that has everything in common
-    /// with it up to its end.
+    /// Whether a later prompt of the same conversation, which shares its tokens up to its end, has probably replaced
+    /// it.
     pub(super) is_superseded: bool,
-    /// When it was parked, by a count of all.
+    /// Sequence number of its parking.
     pub(super) turn: u64,
     pub(super) since: Instant,
-    /// Whether its answer is under way: it is given up for nothing then.
+    /// Whether it is a lane, which is never evicted.
     pub(super) is_lane: bool,
-    /// Its recurrent state, while its answer is under way; `None` where it was lost, and of models without.
+    /// Recurrent state and windows of a lane; `None` if lost, and for models without.
     pub(super) state: Option<KvCopy>,
 }
 
-/// A conversation that is parked, for those who look.
+/// Description of a parked conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kept {
     /// The number of its last request.
     pub request: u64,
-    /// Who asked.
+    /// Its client.
     pub client: Option<Arc<str>>,
-    /// Tokens of it.
+    /// Its length in tokens.
     pub tokens: Tokens,
-    /// Tokens in blocks that other conversations have as well.
+    /// Tokens in blocks shared with other conversations.
     pub shared: Tokens,
-    /// Capacity that its end would free: that of its own blocks and copies.
+    /// Capacity that its eviction would free: its own blocks and copies.
     pub alone: Tokens,
-    /// Whether another one is likely to have taken its place.
+    /// Whether another conversation has probably replaced it.
     pub is_superseded: bool,
-    /// When it was parked.
+    /// Time of parking.
     pub since: Instant,
 }
 
-/// A conversation that a prompt may go on from.
+/// A conversation that a prompt can continue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Near {
     pub(super) number: usize,
-    /// Tokens that both have in common.
+    /// Length of the common prefix in tokens.
     pub(super) common: u32,
-    /// How many of these it can be cut back to.
+    /// Length of its longest usable part.
     pub(super) start: u32,
 }
 
-/// All that are parked, in the order of the KV cache.
+/// All parked conversations, in the order of the KV cache.
 #[derive(Debug, Default)]
 pub(super) struct AllParked {
     all: Vec<Parked>,
@@ -110,10 +109,11 @@ pub(super) struct AllParked {
 }
 
 impl AllParked {
-    /// The conversation of the client that the most of the prompt can be taken from, and of equals the one that has the most in
-    /// common with it; the last parked one of these. `needs_marks` says that it can be cut back to its marks only.
+    /// Returns the client's conversation with the longest reusable prefix of the prompt; of equals the one with the
+    /// longest common prefix, then the last parked. With `needs_marks`, a conversation can be cut back to its marks
+    /// only.
     pub(super) fn nearest(&self, asked: Asked<'_>, needs_marks: bool) -> Option<Near> {
-        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        // At least one token must be computed, since the logits after the sequence are not kept.
         let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
         let near = |(number, parked): (usize, &Parked)| {
             if parked.conversation.client.as_ref() != asked.client {
@@ -137,18 +137,18 @@ impl AllParked {
         nearest.map(|(.., near)| near)
     }
 
-    /// The copies of all.
+    /// All copies.
     pub(super) fn copies(&self) -> impl Iterator<Item = &KvCopy> {
         let marks = self.all.iter().flat_map(|one| &one.marks);
         marks.map(|mark| &mark.copy).chain(self.states())
     }
 
-    /// The states of those whose answers are under way.
+    /// States of the lanes.
     pub(super) fn states(&self) -> impl Iterator<Item = &KvCopy> {
         self.all.iter().filter_map(|one| one.state.as_ref())
     }
 
-    /// Gives up all copies.
+    /// Drops all copies.
     pub(super) fn forget_copies(&mut self) {
         for one in &mut self.all {
             one.marks.clear();
@@ -156,10 +156,9 @@ impl AllParked {
         }
     }
 
-    /// Gives up a mark of a conversation that has a later one as well, of the one that was parked first; says whether there was
-    /// one.
+    /// Drops a mark of the first parked conversation that also has a later one; returns whether there was one.
     pub(super) fn pop_spare(&mut self) -> bool {
-        // They are in the order in which they were parked.
+        // `all` is in the order of parking.
         self.all.iter_mut().any(|one| take_spare(&mut one.marks))
     }
 
@@ -176,12 +175,12 @@ impl AllParked {
         self.all.is_empty()
     }
 
-    /// All of them with their numbers, but those whose answers are under way.
+    /// All parked conversations with their numbers, except lanes.
     pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
         self.all.iter().enumerate().filter(|(_, one)| !one.is_lane)
     }
 
-    /// Parks one more.
+    /// Parks a conversation.
     pub(super) fn push(&mut self, mut parked: Parked) -> Lane {
         self.turns += 1;
         parked.turn = self.turns;
@@ -189,37 +188,37 @@ impl AllParked {
         Lane(self.turns)
     }
 
-    /// The answer of the one that was parked last is under way, with this state.
+    /// Makes the last parked conversation a lane with this state.
     pub(super) fn go_on_with_last(&mut self, state: Option<KvCopy>) {
         if let Some(last) = self.all.last_mut() {
             (last.is_lane, last.state) = (true, state);
         }
     }
 
-    /// The number of one whose answer is under way.
+    /// Returns the number of a lane.
     pub(super) fn number_of(&self, lane: Lane) -> Option<usize> {
         let is = |one: &Parked| one.is_lane && one.turn == lane.0;
         self.all.iter().position(is)
     }
 
-    /// Whether the answer of one is under way.
+    /// Whether conversation `number` is a lane.
     pub(super) fn is_lane(&self, number: usize) -> bool {
         self.all.get(number).is_some_and(|one| one.is_lane)
     }
 
-    /// Whether that of any is.
+    /// Whether there are lanes.
     pub(super) fn has_lanes(&self) -> bool {
         self.all.iter().any(|one| one.is_lane)
     }
 
-    /// Takes one out.
+    /// Removes a conversation.
     pub(super) fn remove(&mut self, number: usize) {
         if number < self.all.len() {
             self.all.remove(number);
         }
     }
 
-    /// One that goes on nothing beyond the first of these tokens, of the same client.
+    /// Returns a conversation of the same client, not a lane, whose tokens are a prefix of `tokens`.
     pub(super) fn within(&self, client: Option<&Arc<str>>, tokens: &[u32]) -> Option<usize> {
         self.all.iter().position(|one| {
             !one.is_lane
@@ -228,28 +227,28 @@ impl AllParked {
         })
     }
 
-    /// One that has been kept in a smaller type than `kind`.
+    /// Returns a conversation, not a lane, that has been stored in a smaller KV type than `kind`.
     pub(super) fn less_precise_than(&self, kind: KvType) -> Option<usize> {
         let is = |one: &Parked| !one.is_lane && one.kv_precision < kind;
         self.all.iter().position(is)
     }
 
-    /// Notes that all are kept as `kind` now.
+    /// Records that all are now stored as `kind`.
     pub(super) fn converted(&mut self, kind: KvType) {
         for one in &mut self.all {
             one.kv_precision = one.kv_precision.min(kind);
         }
     }
 
-    /// The one that is missed least: of those that another has taken the place of, if there are any, the one that was parked
-    /// first.
+    /// Returns the least useful conversation, not a lane: a superseded one if there is any, and of these the first
+    /// parked.
     pub(super) fn least_useful(&self) -> Option<usize> {
         self.idle()
             .min_by_key(|(_, one)| (!one.is_superseded, one.turn))
             .map(|(number, _)| number)
     }
 
-    /// Whether there are more than may be, in a cache of so many tokens.
+    /// Whether there are more conversations or tokens than a cache of `capacity` tokens permits.
     pub(super) fn is_beyond(&self, capacity: Tokens) -> bool {
         let tokens: usize = self.all.iter().map(|one| one.tokens.len()).sum();
         let most = (capacity.get() as usize).saturating_mul(TOKENS_TIMES);
@@ -258,13 +257,13 @@ impl AllParked {
 }
 
 impl Conversation {
-    /// Whether a prompt that has so many tokens in common with it is likely to be its own next one, and to take its place.
+    /// Whether a prompt that shares `common` tokens is probably the conversation's next one, and replaces it.
     pub(super) const fn is_superseded_at(&self, common: u32) -> bool {
         common > 0 && common >= self.end
     }
 }
 
-/// The last place up to `common` tokens that has a mark.
+/// Returns the position of the last mark within the first `common` tokens; 0 if there is none.
 pub(super) fn last_within(marks: &[Mark], common: u32) -> u32 {
     let within = marks.iter().map(|mark| mark.position);
     within
@@ -273,7 +272,7 @@ pub(super) fn last_within(marks: &[Mark], common: u32) -> u32 {
         .unwrap_or(0)
 }
 
-/// How many tokens two sequences begin with alike.
+/// Length of the common prefix of two sequences, in tokens.
 pub fn common_prefix(one: &[u32], other: &[u32]) -> u32 {
     let common = one
         .iter()
@@ -283,10 +282,10 @@ pub fn common_prefix(one: &[u32], other: &[u32]) -> u32 {
     u32::try_from(common).unwrap_or(u32::MAX)
 }
 
-/// Our choice: each is compared with each prompt.
+/// Maximum number of parked conversations: each is compared with every prompt. Our choice.
 const PARKED_MAX: usize = 64;
-/// The numbers of tokens that several conversations have in common are kept with each: at most 16 bytes on the heap for each
-/// token of the capacity, which takes thousands.
+/// Maximum tokens of all parked conversations, as a multiple of the capacity; tokens of a common prefix are stored per
+/// conversation. At most 16 bytes of heap per token of capacity, whose KV takes thousands.
 const TOKENS_TIMES: usize = 4;
-/// A conversation of which fewer tokens would be lost is not parked: they are read as fast.
+/// A conversation is not parked if fewer tokens would be lost: reading them again is as fast.
 pub(super) const LOST_MIN: u32 = 16;

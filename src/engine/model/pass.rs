@@ -1,4 +1,4 @@
-//! One forward pass: what is admitted, its chunks, and the results that are read.
+//! One forward pass: admission, chunks, and results.
 
 use super::{
     batch::{Batch, Span},
@@ -14,10 +14,11 @@ use crate::{
     shape::{self, FLAGS},
 };
 
-/// Logits of each token, with its index.
+/// Callback for the logits of each token, with its index.
 type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
 
-/// Appends `tokens`; the logits of the last one are to be read, unless each was. Says where the last chunk begins.
+/// Appends `tokens`. Without `each`, the logits of the last token are to be read next. Returns the start position of
+/// the last chunk.
 pub(super) fn run(
     model: &mut Model,
     tokens: &[u32],
@@ -54,7 +55,7 @@ pub(super) fn run(
     Ok(first)
 }
 
-/// Appends the tokens of some spans to their conversations, no more than a chunk of them. Their results are to be read, in the
+/// Appends the tokens of `spans` to their conversations, at most one chunk. The results are to be read next, in the
 /// order of the spans.
 pub(super) fn run_together(
     model: &mut Model,
@@ -108,7 +109,7 @@ pub(super) fn run_together(
             .filter_map(|span| Some((span.lane?, span.tokens)))
     };
     if model.has_copies() && lanes().next().is_some() {
-        // What they have beside their blocks lies in the KV cache, and not as rows that another type could be made of.
+        // Copies of state and windows in the KV cache cannot be converted to another KV type.
         preemption.keep_kv_type(model.plan.kv_type);
     }
     let mut pass = Pass {
@@ -136,7 +137,7 @@ pub(super) fn run_together(
             mark_if_wanted(model);
         }
     } else {
-        // The readers may have been left in the middle of the pass, and states too.
+        // The readers, and states of lanes, may have stopped in the middle of the pass.
         model.restart_stream();
         model.sequence.lost |= has_own;
         lanes().for_each(|(lane, _)| model.sequence.lose(lane));
@@ -148,7 +149,7 @@ pub(super) fn run_together(
     result
 }
 
-/// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
+/// Refuses a pass that cannot be computed before it begins; returns the length of the sequence afterwards.
 fn admit(model: &Model, tokens: &[u32]) -> Result<u32, ForwardError> {
     if tokens.is_empty() {
         return Err(ForwardError::NoTokens);
@@ -179,7 +180,7 @@ fn refuse_unknown(model: &Model, tokens: &[u32]) -> Result<(), ForwardError> {
     })
 }
 
-/// Between two chunks: a plan may have come meanwhile.
+/// Marks the sequence between two chunks, if wanted; a plan may have changed the chunk size meanwhile.
 fn mark_if_wanted(model: &mut Model) {
     let streams = model.streams();
     let Model {
@@ -192,7 +193,7 @@ fn mark_if_wanted(model: &mut Model) {
 }
 
 impl Pass<'_, '_> {
-    /// The chunks of a pass, one after the other. Says where the last one begins.
+    /// Computes the chunks of a pass in order. Returns the start position of the last one.
     fn chunks(&mut self, tokens: &[u32], each: &mut Each<'_>) -> Result<u32, ForwardError> {
         let (mut done, mut first) = (0, self.model.sequence.position);
         mark_if_wanted(self.model);
@@ -224,14 +225,14 @@ impl Pass<'_, '_> {
         Ok(first)
     }
 
-    /// Between two chunks, and behind the last one, however that ended.
+    /// Runs between two chunks and after the last one, even if that failed.
     fn end_chunk(&mut self) {
         if let Some(report) = residency::rechunk_if_wanted(self.model) {
             self.preemption.rechunked(report);
         }
     }
 
-    /// All layers for one chunk.
+    /// Computes all layers for one chunk.
     fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
         for result in 0..self.batch.results() {
             let floats = self.flags(result);
@@ -269,7 +270,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Logits of the rows that are asked for, and the new position.
+    /// Computes the requested logits and updates the position.
     fn finish_chunk(
         &mut self,
         done: usize,
@@ -290,7 +291,7 @@ impl Pass<'_, '_> {
                     each(done + row, logits);
                 }
             }
-            // They are waited for where they are read.
+            // [`result`] waits for them.
             None if last => self.head(self.rows - 1..self.rows)?,
             None => {
                 let flags = self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS;
@@ -305,7 +306,7 @@ impl Pass<'_, '_> {
     }
 }
 
-/// Waits for what is queued, and returns the logits; `place` is where their chunk begins, and which row of it they belong to.
+/// Waits for queued operations and returns the logits; `place` is the position of their chunk and their row in it.
 pub(super) fn result<'a>(
     backend: &'a mut dyn Backend,
     logits: &'a Buffer,
@@ -319,7 +320,7 @@ pub(super) fn result<'a>(
     Ok(logits)
 }
 
-/// Waits for what is queued, and returns the logits of one of several results, of a token at `position` of its conversation.
+/// Waits for queued operations and returns the logits of result `number`, of a token at `position` of its conversation.
 pub(super) fn result_of<'a>(
     backend: &'a mut dyn Backend,
     logits: &'a Buffer,
@@ -334,8 +335,8 @@ pub(super) fn result_of<'a>(
     Ok(logits)
 }
 
-/// Waits for what is queued, and returns the number of the greatest logit of a result where the backend finds it; `place` as for
-/// [`result`].
+/// Waits for queued operations and returns the index of the greatest logit of a result if the backend finds it; `place`
+/// as for [`result`].
 pub(super) fn greatest(
     backend: &mut dyn Backend,
     logits: &Buffer,
@@ -349,12 +350,12 @@ pub(super) fn greatest(
     Ok(found.filter(|number| (*number as usize) < vocabulary))
 }
 
-/// Refuses results that are not finite, by what operations set of the chunk that begins at `first` and of the logits of its row `row`.
+/// Refuses non-finite results by the flags of the chunk that begins at `first`, and of the logits of its row `row`.
 fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError> {
     let row = match flags {
         [0.0, _, _, 0.0] => return Ok(()),
         [0.0, ..] => row,
-        // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
+        // The cache stores a NaN as a finite number: all later tokens are invalid.
         _ => 0,
     };
     Err(ForwardError::NotFinite {

@@ -1,4 +1,4 @@
-//! Products with weights, wherever they are: in slices, between which commands are taken.
+//! Products with resident or streamed weights, in slices with preemption points between them.
 
 use std::time::Instant;
 
@@ -12,21 +12,21 @@ use crate::{
     spec::Spec,
 };
 
-/// How far a product got.
+/// Progress of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     Done,
-    /// A plan waits at the [`Preemption`]; what is left begins here.
+    /// A plan waits at the [`Preemption`]; the remainder begins here.
     Paused(Place),
 }
 
-/// Why a product could not be made.
+/// Reason for a failed product.
 pub(super) enum Failure {
     Device(DeviceError),
     Missing(Missing),
-    /// The layer has no such matrix, which the spec excludes.
+    /// The layer has no such matrix; the spec excludes this.
     NoMatrix,
-    /// The checkpoint wants no more.
+    /// The checkpoint has stopped the pass.
     Stopped,
 }
 
@@ -36,12 +36,12 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// What products start from.
+/// Operands of products.
 pub(super) struct Input {
     pub(super) floats: View,
     pub(super) copies: Copies,
     pub(super) rows: usize,
-    /// What becomes of the products; nothing once it is queued.
+    /// Activation after the products; `None` once it is queued.
     pub(super) activate: Option<Activate>,
 }
 
@@ -66,13 +66,13 @@ impl Input {
     }
 }
 
-/// Where the products with one matrix go.
+/// A wanted matrix, and the destination of its products.
 pub(super) struct Want {
     /// Index among the layer's matrices; 0 in the head.
     pub(super) number: usize,
     pub(super) dtype: GgmlDType,
     pub(super) columns: usize,
-    /// Elements of one row of `out`.
+    /// Row stride of `out`, in elements.
     pub(super) stride: usize,
     pub(super) out: View,
 }
@@ -97,7 +97,7 @@ fn want_of(wants: &[Want], matrix: usize) -> Option<&Want> {
 }
 
 impl Weights {
-    /// Logits of each row: the products of `input` with all rows of the head, from `from` on.
+    /// Computes logits: the products of `input` with all rows of the head, from `from` on.
     pub(super) fn head(
         &mut self,
         backend: &mut dyn Backend,
@@ -116,14 +116,14 @@ impl Weights {
         }];
         let mut at = from;
         while at.part < layout.head.end {
-            // As long as a layer, or several.
+            // A run of the head takes as long as one layer or several.
             backend.mark();
             match preemption.check_if_due() {
                 Preempt::No => {}
                 Preempt::Pause => return Ok(Progress::Paused(at)),
                 Preempt::Stop => return Err(Failure::Stopped),
             }
-            // Resident tiles that follow each other are computed in one go.
+            // Consecutive resident tiles are computed together.
             let mut bytes = 0;
             let resident = (at.part..layout.head.end)
                 .map_while(|part| self.arena(part))
@@ -155,7 +155,7 @@ impl Weights {
         Ok(Progress::Done)
     }
 
-    /// Adds the matrices of a resident part that are wanted to `products`.
+    /// Adds the wanted matrices of a resident part to `products`.
     fn resident_rows(
         &self,
         number: usize,
@@ -176,8 +176,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Products with the rows of a resident part that make up `pieces`, which are in the order of its slabs. Of the head a part
-    /// may have rows with others between them that are not there.
+    /// Fills `products` with the rows of a resident part that make up `pieces`, in the order of its slabs. A part of
+    /// the head may lack rows in between, those of removed tokens.
     fn rows_of_pieces(
         arena: &Buffer,
         (number, part): (usize, &PartLayout),
@@ -208,7 +208,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Multiplies `input` with those matrices of a part that are wanted, from a piece on.
+    /// Multiplies `input` with the wanted matrices of a part, from a piece on.
     pub(super) fn multiply(
         &mut self,
         backend: &mut dyn Backend,
@@ -221,7 +221,7 @@ impl Weights {
         let part = layout.parts.get(at.part).ok_or(Failure::NoMatrix)?;
         let mut products = Vec::with_capacity(wants.len());
         if self.arena(at.part).is_some() && input.rows == 1 && at.piece == 0 {
-            // A token takes less than a slice for it.
+            // For one token this takes less than a slice.
             self.resident_rows(at.part, layout, wants, &mut products)?;
             let activate = input.activate.take();
             input.queue_then(backend, &products, activate)?;
@@ -276,8 +276,8 @@ impl Weights {
         Ok(Progress::Done)
     }
 
-    /// Multiplies `input` with the first of `pieces`, and with one token also with those behind it that are there; says how
-    /// many it were, or nothing when a plan came while the disk was waited for.
+    /// Multiplies `input` with the first of `pieces`, and for one token also with the following ones that have been
+    /// read. Returns the number of pieces, or `None` if a plan arrived while it waited for the disk.
     fn multiply_streamed(
         &mut self,
         backend: &mut dyn Backend,
@@ -292,8 +292,8 @@ impl Weights {
             let hung = self.hung(&piece.extent.what).ok_or(Failure::NoMatrix)?;
             return Err(Failure::Missing(Missing::Stalled(hung)));
         };
-        // With one token, what is there already is computed in one go; with several, rows of the result interleave, and a
-        // piece is work enough.
+        // For one token, pieces that have been read are computed together; for several, rows of the result interleave,
+        // and one piece is enough work.
         let most = if input.rows == 1 { pieces.len() } else { 1 };
         let asked = Instant::now();
         let acquired = self.acquire(backend, first, most, &mut || {
@@ -320,5 +320,5 @@ impl Weights {
     }
 }
 
-/// Bytes of the head that are multiplied before commands are looked for: 8 ms of reading at 32 GB/s.
+/// Bytes of the head multiplied between preemption checks: 8 ms of reading at 32 GB/s.
 const HEAD_RUN_MAX: usize = 256 << 20;

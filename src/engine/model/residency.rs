@@ -16,8 +16,8 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// Puts `plan` into force between two tokens: releases first, then grows. When growing takes long, it ends for whatever else
-/// is `wanted`, with the parts that it has by then.
+/// Puts `plan` into force between two tokens: releases first, then grows. Growth that takes long is preempted by other
+/// `wanted` work and keeps the parts read by then.
 pub(super) fn apply(
     model: &mut Model,
     plan: &EnginePlan,
@@ -27,9 +27,9 @@ pub(super) fn apply(
     change(model, plan, Place::default(), &mut used, true, wanted)
 }
 
-/// Puts `plan` into force. `place` is what will be computed next, `used` the least KV capacity that is needed, which becomes
-/// less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way.
-/// When growing takes long it ends, with what there is, for whatever else is `wanted`.
+/// Puts `plan` into force. `place` is computed next. `used` is the least KV capacity required, and is reduced by the
+/// tokens dropped for the plan. The workspace changes only if `rechunk`, which means that no chunk is in progress.
+/// Growth that takes long is preempted by other `wanted` work.
 pub(super) fn change(
     model: &mut Model,
     plan: &EnginePlan,
@@ -48,8 +48,8 @@ pub(super) fn change(
     })
 }
 
-/// Puts a smaller chunk size that was wanted while a chunk was under way into force, now that it is not, and reports what
-/// came of it. Without memory for it the old one stays.
+/// Applies a smaller chunk size that was requested while a chunk was in progress, after the chunk, and reports the
+/// result. If memory for the new workspace cannot be allocated, the old one stays.
 pub(super) fn rechunk_if_wanted(model: &mut Model) -> Option<ApplyReport> {
     let chunk = model.chunk_wanted;
     if chunk == model.workspace.chunk() {
@@ -64,7 +64,7 @@ pub(super) fn rechunk_if_wanted(model: &mut Model) -> Option<ApplyReport> {
     })
 }
 
-/// A plan on its way into force.
+/// A change of plan in progress.
 struct Change<'model> {
     model: &'model mut Model,
     moved: Moved,
@@ -72,7 +72,7 @@ struct Change<'model> {
     rss_before: Bytes,
 }
 
-/// Bytes on their way.
+/// Bytes moved by a change of plan.
 #[derive(Default)]
 struct Moved {
     asked: Bytes,
@@ -100,7 +100,7 @@ impl<'model> Change<'model> {
         used: &mut u32,
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
-        // What is queued may use whatever is given up.
+        // Queued operations may use memory that is about to be released.
         self.model.finish()?;
         self.model.weights.reclaim(self.model.backend.as_mut(), 0)?;
         let dropped = self.model.drop_for(plan.kv_capacity, *used);
@@ -108,12 +108,12 @@ impl<'model> Change<'model> {
         let result = self.release_then_grow(plan, (chunk, rechunk), (place, *used), wanted);
         self.note_plan();
         if rechunk && result.is_err() {
-            // Neither what was wanted before nor the plan's comes later, without its report.
+            // Cancel both the earlier and this plan's chunk size: applied later, they would not be reported.
             self.model.chunk_wanted = self.model.workspace.chunk();
         }
         result?;
-        // A larger one would take memory that this plan's report does not tell of. And who has asked for a smaller one goes
-        // on from the one that is in force until it is notified that it is not any more.
+        // A larger chunk later would take memory that this plan's report does not include. A client that requested a
+        // smaller one relies on the size in force until it is notified of another.
         self.model.chunk_wanted = if rechunk {
             chunk
         } else {
@@ -157,7 +157,8 @@ impl<'model> Change<'model> {
                 changed = true;
             }
         }
-        // What follows a failure is left out, but for the readers: what they bring has to be what is not there.
+        // After a failure the remaining steps are skipped, except the restart of the readers: they must bring the parts
+        // that are not resident.
         let mut result = Ok(());
         if self.model.sequence.cache.planned(plan.kv_capacity, least)
             < self.model.sequence.cache.capacity()
@@ -190,7 +191,7 @@ impl<'model> Change<'model> {
             if !missing.is_empty() {
                 changed = true;
                 if plan.resident.len() == all {
-                    // Nothing will be streamed: the ring makes room for the parts instead of lying beside them.
+                    // Nothing will be streamed: release the ring before the parts are read.
                     let (asked, freed) = self.model.weights.stop_stream();
                     self.moved.asked += asked;
                     self.moved.freed += freed;
@@ -200,7 +201,7 @@ impl<'model> Change<'model> {
         }
         if changed {
             let short = (0u32..).zip(0..all).any(|(number, index)| {
-                // Growing may have given way to something else.
+                // Growth may have been preempted.
                 plan.resident.contains(&number) && self.model.weights.arena(index).is_none()
             });
             if whole && (result.is_err() || short) {
@@ -212,8 +213,8 @@ impl<'model> Change<'model> {
         result
     }
 
-    /// Gives up as many of the last parts as the ring needs room: between a plan without a ring and one that could not be
-    /// carried out, no more is held than by the larger of both.
+    /// Releases as many of the last parts as the ring needs: after a failed change from a plan without a ring, no more
+    /// is held than by the larger of both plans.
     fn make_room_for_the_ring(&mut self) {
         let parts = self.model.layout.parts.len();
         let bytes_of = |index: usize| {
@@ -284,7 +285,7 @@ impl<'model> Change<'model> {
         Ok(())
     }
 
-    /// Brings the `used` tokens of the KV cache to another type.
+    /// Converts the `used` tokens of the KV cache to another type.
     fn convert_cache(&mut self, kind: KvType, used: u32) -> Result<(), ApplyError> {
         let (untouched, capacity) = (self.model.untouched(), self.model.sequence.cache.capacity());
         let converted = self
@@ -326,7 +327,7 @@ impl<'model> Change<'model> {
             })?;
         let before = std::mem::replace(&mut self.model.workspace, workspace);
         self.moved.asked += before.bytes();
-        // At no time are both in memory: that is not leased.
+        // The two workspaces are never in memory together, since the lease covers only one.
         self.moved.freed += before.release();
         self.model.workspace.touch();
         self.moved.grown += self.model.workspace.bytes();
@@ -350,7 +351,7 @@ impl<'model> Change<'model> {
         Ok(())
     }
 
-    /// Writes down what is in force.
+    /// Records the plan in force.
     fn note_plan(&mut self) {
         self.model.plan = EnginePlan {
             resident: (0..self.model.layout.parts.len())
@@ -367,7 +368,7 @@ impl<'model> Change<'model> {
     }
 }
 
-/// A chunk that is under way keeps its workspace: what grows into the place of that has to wait.
+/// Refuses growth into the workspace of a chunk in progress, which is kept until its end.
 fn check_beside_chunk(model: &Model, plan: &EnginePlan) -> Result<(), ApplyError> {
     let beside = EnginePlan {
         prefill_chunk: plan.prefill_chunk.max(model.plan.prefill_chunk),
@@ -386,7 +387,7 @@ fn check_beside_chunk(model: &Model, plan: &EnginePlan) -> Result<(), ApplyError
     Ok(())
 }
 
-/// What it means for a plan that the cache could not be changed.
+/// Converts a failed change of the cache to the error of the plan.
 fn refused(error: KvError, what: String, bytes: Bytes) -> ApplyError {
     match error {
         KvError::Device(error) => error.into(),
@@ -398,7 +399,7 @@ fn refused(error: KvError, what: String, bytes: Bytes) -> ApplyError {
     }
 }
 
-/// Checks that `plan` is one for `shape`, and returns its prefill chunk.
+/// Checks that `plan` is valid for `shape`, and returns its prefill chunk.
 pub(super) fn check(shape: &ModelShape, plan: &EnginePlan) -> Result<usize, ApplyError> {
     let layers = u32::try_from(shape.layers.len()).unwrap_or(u32::MAX);
     if let Some(&layer) = plan.resident.last().filter(|&&layer| layer >= layers) {
@@ -414,5 +415,5 @@ pub(super) fn check(shape: &ModelShape, plan: &EnginePlan) -> Result<usize, Appl
     Ok(chunk as usize)
 }
 
-/// A larger chunk would not make prefill faster: at 512 rows the products are bound by arithmetic.
+/// Largest chunk: prefill is bound by arithmetic from 512 rows on.
 const CHUNK_MAX: u32 = 4096;

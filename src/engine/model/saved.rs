@@ -6,8 +6,8 @@
 //!   block block block …
 //! ```
 //!
-//! The file contains each occupied place of the KV cache once, and the order of places in each conversation and copy. It is
-//! rejected if the model file, the KV type or a checksum differs.
+//! The file contains each occupied place of the KV cache once, and the order of places in each conversation and copy. A
+//! different model file, KV type or checksum rejects it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,14 +43,14 @@ pub struct Saved {
 /// Header of the file.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Contents {
-    /// Length and time of the last change of each file of the model.
+    /// Length and modification time of each file of the model.
     model: Vec<(u64, i64, i64)>,
     kind: KvType,
     /// Bytes of a place.
     place_bytes: usize,
     conversations: Vec<SavedConversation>,
-    /// The places of each copy; the first block of layers with windows that it has, the one behind the last, and how many it has
-    /// place for.
+    /// For each copy: its places; its first block of windowed layers, the block after its last, and its number of block
+    /// slots.
     copies: Vec<(Vec<usize>, (usize, usize, usize))>,
     /// The CRC of each place.
     checks: Vec<u32>,
@@ -82,8 +82,8 @@ impl SavedConversation {
 }
 
 impl Model {
-    /// Writes the most recent conversations, among them the sequence with the tokens `held`, to a file of at most 256 MiB. Creates
-    /// no file if there are none.
+    /// Writes the most recent conversations, including the sequence, whose tokens are `held`, to a file of at most 256
+    /// MiB. Creates no file if there are none.
     ///
     /// # Errors
     /// When the file cannot be written within 4 s; an incomplete file is removed.
@@ -95,7 +95,7 @@ impl Model {
             .settle(self.backend.as_mut())
             .map_err(io::Error::other)?;
         if cache.bytes_at(0).is_none() {
-            // Memory of a device, or none at all.
+            // Memory of a device, or no memory.
             return Ok(Saved::default());
         }
         let mut contents = self.contents()?;
@@ -151,7 +151,7 @@ impl Model {
     /// `false` aborts without restoring any.
     ///
     /// # Errors
-    /// When it cannot be read, is damaged, or belongs to another model or KV type.
+    /// When the file cannot be read, is damaged, or belongs to another model or KV type.
     pub fn restore_conversations(
         &mut self,
         path: &Path,
@@ -249,7 +249,7 @@ impl Model {
         }
     }
 
-    /// The conversations that are parked.
+    /// Collects the parked conversations.
     fn contents(&self) -> io::Result<Contents> {
         let cache = &self.sequence.cache;
         let mut copies: Vec<(Vec<usize>, (usize, usize, usize))> = Vec::new();
@@ -398,7 +398,7 @@ fn remove(path: &Path) -> io::Result<()> {
 const MAGIC: &str = "cotenant-conversations 2";
 /// Tokens of a block.
 const BLOCK: usize = crate::kv::KV_BLOCK_TOKENS.get() as usize;
-/// The first line at most.
+/// Longest first line, in bytes.
 const FIRST_MAX: u64 = 128;
 /// Largest header. Our choice: 64 conversations of 100,000 tokens in decimal digits.
 const TEXT_MAX: u64 = 64 << 20;

@@ -1,11 +1,11 @@
-//! Sequence of tokens: KV cache, recurrent state, and what of both a later prompt can go on from.
+//! Sequence of tokens: KV cache, recurrent state, and their reusable prefixes.
 //!
-//! Attention layers forget nothing, so that a sequence can be cut back to any length; those with windows to where they have
-//! the window still, or a copy of it. A recurrent state cannot be taken
-//! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.
+//! Attention layers can be cut back to any length; windowed layers only while they still hold the window, or to a copy
+//! of it. A recurrent state cannot be cut back; it is copied where another prompt is likely to diverge, and the copy is
+//! restored.
 //!
-//! Copies lie in the KV cache, at places that no block has, as do the blocks of conversations that are parked. So they cost no
-//! lease of their own; when tokens or a smaller capacity need the place, those that are missed least are given up.
+//! Copies are stored in free places of the KV cache, like the blocks of parked conversations, so they need no lease of
+//! their own. When tokens or a smaller capacity need their place, the least useful are evicted.
 
 use std::{ops::Range, time::Instant};
 
@@ -26,30 +26,29 @@ use crate::{
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::{Bytes, Tokens};
 
-/// The sequence that a model goes on from.
+/// The sequence that a pass extends, and the parked conversations.
 pub(super) struct Sequence {
     pub(super) cache: KvCache,
     pub(super) state: RecurrentState,
-    /// Copies of the state that this sequence can be cut back to.
+    /// Positions, with copies of the state, to which the sequence can be cut back.
     pub(super) marks: Marks,
-    /// Tokens in the cache: those that were dropped do not count.
+    /// Tokens in the cache, without dropped ones.
     pub(super) position: u32,
-    /// How many it comes to by the pass under way.
+    /// Length after the pass in progress.
     needed: u32,
-    /// How many it comes to by a prompt that is read in several passes, with those of others between them: their places are kept
-    /// for it.
+    /// Length after a prompt that is read in several passes; its places stay reserved between them.
     expected: u32,
     pub(super) dropped: Dropped,
-    /// Tokens that layers with windows see.
+    /// Window size of windowed layers, in tokens.
     window: Option<u32>,
-    /// The smallest type that any token of the sequence has been kept in.
+    /// The smallest KV type that any token of the sequence has been stored in.
     pub(super) kv_precision: KvType,
     pub(super) conversation: Conversation,
-    /// The others, which it may have tokens in common with.
+    /// The other conversations, which may share tokens with it.
     parked: AllParked,
-    /// After a pass that did not finish.
+    /// Whether the last pass did not complete.
     pub(super) lost: bool,
-    /// Why the device computes no more, found in a call that returns no error; the next pass does.
+    /// Device error from a call that cannot return it; the next pass reports it.
     pub(super) broken: Option<DeviceError>,
 }
 
@@ -87,7 +86,7 @@ impl Sequence {
         }
     }
 
-    /// Pages of it that are in memory.
+    /// Bytes of it that are in memory.
     pub(super) fn resident(&self) -> Bytes {
         self.cache.resident() + self.state.resident()
     }
@@ -105,7 +104,7 @@ impl Sequence {
         self.lost = false;
     }
 
-    /// Goes back to where the last copy was taken; to the start where there is none.
+    /// Returns to the last mark; to the start if there is none.
     fn go_back(&mut self, backend: &mut dyn Backend) {
         let Some(mark) = self.marks.last() else {
             self.reset(backend);
@@ -117,16 +116,16 @@ impl Sequence {
         self.note(restored);
     }
 
-    /// The conversation that has the most in common with a prompt becomes the sequence, as far as that can be gone on from;
-    /// the sequence until then, with the tokens `held`, is parked where it would be missed. Returns where the prompt parts
-    /// from what another conversation goes on with.
+    /// Makes the conversation with the longest common prefix with a prompt the sequence, cut back to the usable part.
+    /// Parks the previous sequence, whose tokens are `held`, if enough of it would be lost. Returns the position at
+    /// which the prompt diverges from another conversation, if it does.
     pub(super) fn select(
         &mut self,
         backend: &mut dyn Backend,
         held: &[u32],
         asked: Asked<'_>,
     ) -> Option<u32> {
-        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        // At least one token must be computed, since the logits after the sequence are not kept.
         let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
         let is_own = self.conversation.client.as_ref() == asked.client;
         let own = common_prefix(held, asked.prompt).min(most);
@@ -154,7 +153,7 @@ impl Sequence {
         parts.then_some(common)
     }
 
-    /// How many of the first `common` tokens the sequence can be cut back to.
+    /// Length of the longest usable prefix of the first `common` tokens.
     fn reach(&self, common: u32) -> u32 {
         if common >= self.position || !self.needs_marks() && self.has_window(common) {
             common
@@ -163,21 +162,21 @@ impl Sequence {
         }
     }
 
-    /// Parks the sequence, of which the next prompt goes on with so many tokens: unless it cannot be gone on from, or not
-    /// without a copy for which there is no place.
+    /// Parks the sequence, of which the next prompt shares `common` tokens, unless it cannot be continued, or needs a
+    /// copy for which there is no place.
     fn park(&mut self, backend: &mut dyn Backend, held: &[u32], common: u32) {
         let is_whole = !self.lost
             && self.dropped.tokens() == 0
             && self.kv_precision >= self.cache.kind()
             && held.len() == self.position as usize;
         let is_superseded = self.conversation.is_superseded_at(common);
-        // A copy that is likely to be of no use takes as much memory as any other.
+        // A copy that is unlikely to be used takes as much memory as any other.
         if !is_whole || self.has_copies() && is_superseded {
             return;
         }
         if self.has_copies() {
             let end = self.conversation.end;
-            // Windows had no copy made there, since they do not pass on so soon.
+            // Windowed layers made no copy there, since the window usually still holds the end.
             if !self.needs_marks() && end < self.position && self.has_window(end) {
                 self.mark(backend, Kind::End, end);
             }
@@ -187,7 +186,7 @@ impl Sequence {
             }
         }
         let client = self.conversation.client.clone();
-        // What was parked of it before.
+        // Drop earlier versions of this conversation.
         while let Some(number) = self.parked.within(client.as_ref(), held) {
             self.forget(number);
         }
@@ -209,8 +208,8 @@ impl Sequence {
         })
     }
 
-    /// What a prompt has in common with a conversation that is parked becomes the sequence, as far as that can be cut back. Says
-    /// whether another prompt than its own next one does so.
+    /// Makes the common prefix of a prompt and a parked conversation the sequence, cut back to the usable part. Returns
+    /// whether the prompt is unlikely to be the conversation's own next one.
     fn take_up(&mut self, backend: &mut dyn Backend, near: Near) -> bool {
         let Near {
             number,
@@ -244,7 +243,7 @@ impl Sequence {
         self.cache.forget(number);
     }
 
-    /// Gives up the conversation that is missed least; `false` where none is parked.
+    /// Evicts the least useful conversation; returns `false` if none can be evicted.
     fn forget_one(&mut self) -> bool {
         let number = self.parked.least_useful();
         if let Some(number) = number {
@@ -253,22 +252,22 @@ impl Sequence {
         number.is_some()
     }
 
-    /// Gives up what is missed least of copies and parked conversations, but no copy that the sequence is likely to go on from;
-    /// `false` where there is nothing. Places are free once blocks are laid out again.
+    /// Drops the least useful copy or parked conversation, but no copy that the sequence is likely to continue from;
+    /// returns `false` if there is none. Its places are free once blocks are laid out again.
     fn give_up_one(&mut self) -> bool {
         let given_up = self.marks.pop_spare() || self.parked.pop_spare() || self.forget_one();
         self.release_copies();
         given_up
     }
 
-    /// Gives up the copies that no sequence has.
+    /// Drops the copies that no sequence refers to.
     fn release_copies(&mut self) {
         let marks = self.marks.all().iter().map(|mark| &mark.copy);
         self.cache.keep_copies(marks.chain(self.parked.copies()));
     }
 
-    /// Gives up conversations and copies until the sequence may come to `used` tokens, and makes the block that it ends in its
-    /// own. `false` where answers under way beside it leave no place.
+    /// Evicts conversations and copies until the sequence fits with `used` tokens, and gives it a block of its own for
+    /// the next token. Returns `false` if the lanes leave too little capacity.
     fn make_place(&mut self, backend: &mut dyn Backend, used: u32) -> bool {
         loop {
             let is_shared = self.cache.is_shared(self.position);
@@ -287,14 +286,14 @@ impl Sequence {
         }
     }
 
-    /// Gives up a copy of the sequence; `false` where it has none.
+    /// Drops a copy of the sequence; returns `false` if it has none.
     fn pop_mark(&mut self) -> bool {
         let popped = self.marks.pop(|_| true);
         self.release_copies();
         popped
     }
 
-    /// Changes the capacity as [`KvCache::resize`] does; conversations that find no place in it are given up.
+    /// Changes the capacity as [`KvCache::resize`] does, and evicts conversations that no longer fit.
     pub(super) fn resize(
         &mut self,
         backend: &mut dyn Backend,
@@ -306,28 +305,28 @@ impl Sequence {
         self.cache.resize(backend, capacity, used)
     }
 
-    /// Brings the `used` tokens of the sequence, and all that is parked, to another type.
+    /// Converts the `used` tokens of the sequence and all parked conversations to another type.
     pub(super) fn convert(
         &mut self,
         backend: &mut dyn Backend,
         kind: KvType,
         used: u32,
     ) -> Result<Resized, KvError> {
-        // Copies are of no type that they could be converted from.
+        // Copies cannot be converted.
         if self.has_copies() {
             while self.forget_one() {}
             self.marks.clear();
             self.parked.forget_copies();
             self.release_copies();
         }
-        // What a conversion has lost is read again, as of the sequence itself.
+        // Lost precision requires recomputation, for parked conversations as for the sequence.
         if kind > self.cache.kind() {
             while let Some(number) = self.parked.less_precise_than(kind) {
                 self.forget(number);
             }
         }
         let converted = self.cache.convert(backend, kind, used);
-        // Also after a failure: it may have come behind the conversion, or before it.
+        // Also after a failure, which may have occurred before or after the conversion.
         let now = self.cache.kind();
         self.parked.converted(now);
         self.kv_precision = if used == 0 {
@@ -338,7 +337,7 @@ impl Sequence {
         converted
     }
 
-    /// Tokens of capacity that the first `used` tokens of the sequence take, with those whose answers are under way beside it.
+    /// Capacity, in tokens, taken by the first `used` tokens of the sequence and by all lanes.
     pub(super) fn held(&self, used: u32) -> u32 {
         if !self.parked.has_lanes() {
             return used;
@@ -348,7 +347,7 @@ impl Sequence {
         tokens.saturating_add(self.cache.tokens_of_copies(self.parked.states()))
     }
 
-    /// Parks the sequence, which has the tokens `held`, where it can be gone on from.
+    /// Parks the sequence, whose tokens are `held`, if it can be continued.
     pub(super) fn park_whole(&mut self, backend: &mut dyn Backend, held: &[u32]) {
         if self.position >= LOST_MIN {
             self.needed = self.position;
@@ -356,12 +355,12 @@ impl Sequence {
         }
     }
 
-    /// The conversations that are parked with their numbers, but those whose answers are under way.
+    /// Parked conversations with their numbers, except lanes.
     pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
         self.parked.idle()
     }
 
-    /// Parks one that was saved.
+    /// Parks a saved conversation.
     pub(super) fn push_saved(&mut self, parked: Parked) {
         self.parked.push(parked);
     }
@@ -371,7 +370,7 @@ impl Sequence {
         self.position == 0 && self.parked.is_empty()
     }
 
-    /// The conversations that are parked, in the order in which they were.
+    /// Parked conversations, in the order in which they were parked.
     pub(super) fn kept_conversations(&self) -> Vec<Kept> {
         let held = self.cache.held(self.position);
         let marks = self.marks.all().iter().map(|mark| &mark.copy);
@@ -393,8 +392,8 @@ impl Sequence {
         self.parked.idle().map(kept).collect()
     }
 
-    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where that
-    /// cannot be done: tokens of it were dropped, or there is no place for a copy of its state and windows.
+    /// Makes the sequence, whose tokens are `held`, a lane, and begins a new sequence. Returns `None` if the sequence
+    /// is lost or tokens of it were dropped, or if there is no place for a copy of its state and windows.
     pub(super) fn set_aside(&mut self, backend: &mut dyn Backend, held: &[u32]) -> Option<Lane> {
         let is_whole = !self.lost
             && self.dropped.tokens() == 0
@@ -422,19 +421,19 @@ impl Sequence {
         Some(lane)
     }
 
-    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    /// Capacity, in tokens, that a lane takes beyond that of its tokens.
     pub(super) fn aside_takes(&self) -> u32 {
         self.cache.tokens_of_copy(self.state.memory())
     }
 
-    /// Whether one that was set aside has lost its state, and cannot be gone on with.
+    /// Whether a lane has lost its state and cannot continue.
     pub(super) fn is_lost(&self, lane: Lane) -> bool {
         let number = self.parked.number_of(lane);
         let parked = number.and_then(|number| self.parked.get(number));
         self.has_copies() && parked.is_some_and(|parked| parked.state.is_none())
     }
 
-    /// Notes that the state of one that was set aside is worth nothing: a pass with tokens of it did not finish.
+    /// Discards the state of a lane, after a pass with its tokens that did not complete.
     pub(super) fn lose(&mut self, lane: Lane) {
         let number = self.parked.number_of(lane);
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
@@ -443,8 +442,8 @@ impl Sequence {
         self.release_copies();
     }
 
-    /// Where the blocks of a layer with a window lie that a token at `position` of one that was set aside sees, part by part, and where
-    /// the layer is computed; of the block that the token is written to only, if it `is_written`.
+    /// Returns where the blocks of a windowed layer are stored that a lane's token at `position` sees, part by part,
+    /// each with its working area. If `is_written`, only the block that the token is written to.
     pub(super) fn aside_window(
         &self,
         lane: Lane,
@@ -456,7 +455,7 @@ impl Sequence {
         Some(self.cache.window_of_copy(copy, number, position))
     }
 
-    /// Where a layer of the state of one that was set aside lies, part by part, and where it is computed in.
+    /// Returns where a layer of a lane's state is stored, part by part, each with its working area.
     pub(super) fn aside_layer(&self, lane: Lane, layer: usize) -> Option<Vec<(Span, Span)>> {
         let parked = self.parked.get(self.parked.number_of(lane)?)?;
         let (bytes, memory) = self.state.layer_of_copy(layer)?;
@@ -470,7 +469,7 @@ impl Sequence {
         Some(spans.collect())
     }
 
-    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, is parked. Returns its tokens.
+    /// Makes a lane the sequence, and parks the previous sequence, whose tokens are `held`. Returns the lane's tokens.
     pub(super) fn resume(
         &mut self,
         backend: &mut dyn Backend,
@@ -504,7 +503,7 @@ impl Sequence {
         Some(tokens)
     }
 
-    /// The answer of one that was set aside is over: it is parked as others are, where it can be gone on from.
+    /// Ends the answer of a lane, which stays parked if it can be continued.
     pub(super) fn leave(&mut self, lane: Lane) {
         let number = self.parked.number_of(lane);
         let Some((number, parked)) =
@@ -525,25 +524,25 @@ impl Sequence {
         self.release_copies();
     }
 
-    /// Keeps places for so many tokens of the sequence between two passes, the block that it ends in made its own first; for none
-    /// beyond its own once they have been read.
+    /// Reserves places between passes for `tokens` tokens of the sequence, and gives it a block of its own for the next
+    /// token. 0 ends the reservation.
     pub(super) fn expect(&mut self, backend: &mut dyn Backend, tokens: u32) {
         self.expected = tokens;
         if tokens == 0 {
             self.marks.forget_wanted();
         } else {
-            // Without a place the first pass says so.
+            // If there is no place, the first pass reports it.
             self.make_place(backend, tokens);
         }
     }
 
-    /// Tokens that places are kept for between two passes.
+    /// Tokens whose places are reserved between two passes.
     pub(super) fn kept(&self) -> u32 {
         self.position.max(self.expected)
     }
 
-    /// Finds places for so many more tokens of each of these, while the sequence keeps those of `kept` tokens; says whether there
-    /// are.
+    /// Reserves places for more tokens of each lane, while the sequence keeps those of `kept` tokens; returns whether
+    /// there are enough.
     pub(super) fn make_places(
         &mut self,
         lanes: impl IntoIterator<Item = (Lane, u32)>,
@@ -566,20 +565,20 @@ impl Sequence {
         })
     }
 
-    /// The number of one that was set aside, and its length.
+    /// Returns a lane's number among the parked conversations, and its length.
     pub(super) fn lane(&self, lane: Lane) -> Option<(usize, u32)> {
         let number = self.parked.number_of(lane)?;
         let tokens = &self.parked.get(number)?.tokens;
         Some((number, u32::try_from(tokens.len()).unwrap_or(u32::MAX)))
     }
 
-    /// The smallest type that one that was set aside has been kept in.
+    /// The smallest KV type that a lane's tokens have been stored in.
     pub(super) fn precision_of(&self, lane: Lane) -> Option<KvType> {
         let parked = self.parked.get(self.parked.number_of(lane)?)?;
         Some(parked.kv_precision)
     }
 
-    /// Notes that tokens of one that was set aside have been computed.
+    /// Records computed tokens of a lane.
     pub(super) fn extend(&mut self, lane: Lane, tokens: &[u32]) {
         let number = self.parked.number_of(lane);
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
@@ -591,7 +590,7 @@ impl Sequence {
         }
     }
 
-    /// Takes back the last tokens of one that was set aside, or of the sequence, of a model that can be cut back anywhere.
+    /// Removes the last tokens of a lane, or of the sequence, of a model that can be cut back anywhere.
     pub(super) fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
         let Some(lane) = lane else {
             self.position = self.position.saturating_sub(tokens);
@@ -605,11 +604,10 @@ impl Sequence {
         }
     }
 
-    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from. Nothing is
-    /// left of a sequence that was lost, nor of one that is kept in a larger type than it has been converted to before.
+    /// Cuts the sequence back to its longest usable prefix of at most `tokens` tokens. Resets a lost sequence, and one
+    /// whose tokens were once stored in a smaller KV type than the present one.
     pub(super) fn keep(&mut self, backend: &mut dyn Backend, tokens: u32) {
-        // What a conversion has lost is read again as soon as there is place for it: an answer does not depend on what
-        // was shed before it.
+        // Recompute tokens of lost precision as soon as the type permits: an answer must not depend on earlier sheds.
         if self.lost || self.kv_precision < self.cache.kind() {
             self.reset(backend);
             return;
@@ -626,8 +624,8 @@ impl Sequence {
         }
     }
 
-    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from: attention layers have every
-    /// chunk that was finished, recurrent ones their last copy. Windows that a large chunk has passed on are lost.
+    /// Recovers the usable prefix of a sequence whose last pass was cancelled: attention layers hold every completed
+    /// chunk, recurrent ones their last copy. Windows that a large chunk has overwritten are lost.
     pub(super) fn recover(&mut self, backend: &mut dyn Backend) {
         self.lost = false;
         self.marks.forget_wanted();
@@ -636,44 +634,44 @@ impl Sequence {
         }
     }
 
-    /// Whether the layers with windows have what a token at `position` sees.
+    /// Whether windowed layers hold all tokens that a token at `position` sees.
     fn has_window(&self, position: u32) -> bool {
         self.cache.has_window_from(self.first_seen(position))
     }
 
-    /// The first token that a token at `position` sees in layers with windows.
+    /// Returns the first token that a token at `position` sees in windowed layers.
     fn first_seen(&self, position: u32) -> u32 {
         self.window.map_or(0, |window| {
             position.saturating_add(1).saturating_sub(window)
         })
     }
 
-    /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
+    /// Whether the model has a recurrent state, so that it can be cut back to marks only.
     pub(super) fn needs_marks(&self) -> bool {
         self.state.bytes() > Bytes::ZERO
     }
 
-    /// Whether copies are of any use: other models can be cut back anywhere.
+    /// Whether copies are useful; other models can be cut back anywhere.
     pub(super) fn has_copies(&self) -> bool {
         self.needs_marks() || self.cache.has_windows()
     }
 
-    /// Makes it possible to cut the sequence back to `position`, if there is place for that: where it is now, or where its
-    /// layers with windows still have all that is seen there.
+    /// Marks `position`, if there is place for the copy: the current position, or an earlier one whose window is still
+    /// held.
     fn mark(&mut self, backend: &mut dyn Backend, kind: Kind, position: u32) {
         if position == 0 || self.marks.has(position) {
             return;
         }
         self.marks.make_room(kind);
         let saved = self.save(backend, self.first_seen(position)..position, false);
-        // Without place the next prompt is read again.
+        // Without a copy, the next prompt is recomputed.
         if let Some(copy) = self.noted(saved) {
             self.marks.put(kind, position, copy);
         }
     }
 
-    /// Copies the state and these tokens of layers with windows, giving up others that are missed less; `None` where there is no
-    /// place for it.
+    /// Copies the state and the `windows` tokens of windowed layers, evicting less useful copies; returns `None` if
+    /// there is no place.
     fn save(
         &mut self,
         backend: &mut dyn Backend,
@@ -693,12 +691,12 @@ impl Sequence {
                 break saved;
             }
         };
-        // The places of blocks to come may be others now.
+        // The places of future blocks may have changed.
         self.cache.touch(self.needed);
         saved
     }
 
-    /// What was copied, if anything; keeps an error for the next pass.
+    /// Returns the copy, if any; keeps an error for the next pass.
     fn noted(&mut self, saved: Result<Option<KvCopy>, DeviceError>) -> Option<KvCopy> {
         match saved {
             Ok(copy) => copy,
@@ -709,8 +707,8 @@ impl Sequence {
         }
     }
 
-    /// Marks the sequence where its own next prompt may part from this one: of use only to recurrent layers, since windows
-    /// do not pass on so soon.
+    /// Marks the position where the conversation's next prompt may diverge from this one. Only recurrent layers need
+    /// it: the window usually still holds that position.
     pub(super) fn mark_at(&mut self, position: u32) {
         self.conversation.end = position;
         if self.needs_marks() {
@@ -718,7 +716,8 @@ impl Sequence {
         }
     }
 
-    /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more. `false` where there is none.
+    /// Prepares for a pass up to `used` tokens: evicts copies from their places. Returns `false` if there is too little
+    /// capacity.
     pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) -> bool {
         if !self.make_place(backend, used) {
             return false;
@@ -732,7 +731,7 @@ impl Sequence {
         true
     }
 
-    /// Tokens up to the next place that is to be marked, where the next chunk ends for it.
+    /// Tokens up to the next position to be marked, where the next chunk ends.
     pub(super) fn until_mark(&self, streams: bool) -> Option<usize> {
         let next = self
             .has_copies()
@@ -741,7 +740,7 @@ impl Sequence {
         Some((next - self.position) as usize)
     }
 
-    /// Marks the sequence if this is a place for it, or the last one before it where a chunk ends.
+    /// Marks the sequence at a wanted position, or at the last end of a chunk before it.
     pub(super) fn mark_if_wanted(
         &mut self,
         backend: &mut dyn Backend,
@@ -762,13 +761,13 @@ impl Sequence {
         }
     }
 
-    /// Tokens that could be dropped now.
+    /// Number of tokens that can be dropped now.
     pub(super) fn droppable(&self) -> Tokens {
         let blocks = self.droppable_blocks().map_or(0, |(_, blocks)| blocks);
         Tokens::new(blocks.saturating_mul(self.block()))
     }
 
-    /// Drops as much as `used` tokens are too many for `capacity`, as far as that is allowed; returns how many.
+    /// Drops the excess of `used` tokens over `capacity`, as far as dropping is allowed; returns the number dropped.
     pub(super) fn drop_for(&mut self, turn: Turn<'_>, capacity: Tokens, used: u32) -> u32 {
         let capacity = capacity
             .get()
@@ -777,7 +776,8 @@ impl Sequence {
         self.drop_oldest(turn, used.saturating_sub(capacity), used)
     }
 
-    /// Drops at least `tokens` in whole blocks, or as many as may be, of a cache that holds `used`.
+    /// Drops at least `tokens` in whole blocks, or as many as allowed, of a cache that holds `used`; returns the
+    /// number.
     pub(super) fn drop_oldest(&mut self, turn: Turn<'_>, tokens: u32, used: u32) -> u32 {
         let block = self.block();
         let Some((first, most)) = self.droppable_blocks() else {
@@ -788,7 +788,7 @@ impl Sequence {
             return 0;
         }
         let tokens = blocks * block;
-        // Nothing before can be gone back to, and no prompt goes on from here.
+        // Marks before the gap are invalid, and no prompt continues this sequence.
         self.marks.clear();
         self.release_copies();
         self.cache
@@ -800,8 +800,8 @@ impl Sequence {
         tokens
     }
 
-    /// The first block that may be dropped, and how many from there on: neither the one that is being written nor the
-    /// last one that is full.
+    /// Returns the first block that may be dropped, and the number of droppable blocks from there on: neither the block
+    /// being written nor the last full one.
     fn droppable_blocks(&self) -> Option<(u32, u32)> {
         let block = self.block();
         let first = if self.dropped.tokens > 0 {

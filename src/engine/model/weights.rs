@@ -1,4 +1,4 @@
-//! Weights where they are now: in arenas of resident layers, in the ring, or in the file.
+//! Weights in arenas of resident parts, in the ring, or in the file.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +23,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Where a pass is in the weights.
+/// Position of a pass in the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) part: usize,
@@ -35,26 +35,26 @@ pub(super) struct Place {
 pub(super) struct Weights {
     file: Arc<dyn Source>,
     fixed: Buffer,
-    /// What angles of rotation are divided by, one factor for each pair, where the model has such.
+    /// Divisors of the rotary angles, one per pair, if the model has them.
     factors: Option<Vec<f32>>,
-    /// Arenas of the parts that are resident.
+    /// Arena of each part; `None` if it is not resident.
     arenas: Vec<Option<Buffer>>,
     stream: Option<Stream>,
-    /// Pieces that operations in flight read: how many, and what they wait for.
+    /// Pieces in use by operations in flight: a fence, and the number of pieces that it guards.
     lent: VecDeque<(Fence, usize)>,
-    /// Rings that were replaced or given up while a read hung, which keeps them until it returns.
+    /// Replaced or released rings that a hanging read keeps until it returns.
     rings_left: Retained,
-    /// Since when there has been no stream because reads hang.
+    /// Time since which there is no stream because reads hang.
     hung: Option<Instant>,
-    /// Arenas of a growth that was given up, which hanging reads keep.
+    /// Arenas of an abandoned growth that hanging reads keep.
     arenas_left: Retained,
-    /// How long the disk may take to answer.
+    /// Limit after which the disk counts as stalled.
     limit: DiskTimeout,
-    /// Reads embeddings, once one had to be read.
+    /// Reader of embeddings, from its first use on.
     rows: Option<RowReader>,
-    /// The stream has been started before its model was there, and nothing has been requested of it.
+    /// Whether the stream was started before the model and has served no request yet.
     begun: bool,
-    /// For each part the index of its first piece in the stream's schedule.
+    /// Index of each part's first piece in the stream's schedule.
     first_piece: Vec<usize>,
     /// The first piece of the head.
     head_piece: usize,
@@ -63,7 +63,8 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// With what has been read ahead by [`begin`], on a disk that may take so long to answer.
+    /// Creates weights with the stream started by [`begin`]; `limit` is the time after which the disk counts as
+    /// stalled.
     pub(super) fn new(
         file: Arc<dyn Source>,
         (fixed, factors): (Buffer, Option<Vec<f32>>),
@@ -89,7 +90,8 @@ impl Weights {
         }
     }
 
-    /// What is resident in every plan, as it was read, and what angles of rotation are divided by.
+    /// Copies the vectors that are resident in every plan to one buffer; also returns the divisors of the rotary
+    /// angles.
     pub(super) fn fixed_of(
         backend: &mut dyn Backend,
         layout: &FixedLayout,
@@ -127,8 +129,8 @@ impl Weights {
         Ok((fixed, factors))
     }
 
-    /// Reads parts into arenas of their own; says how much was added, and why it was not all. When it takes long it gives
-    /// way to whatever else is `wanted`, which is no failure unless the disk hangs.
+    /// Reads parts into arenas of their own; returns the bytes added, and the reason if parts are missing. Growth that
+    /// takes long is preempted by other `wanted` work, which is no failure unless the disk hangs.
     pub(super) fn grow(
         &mut self,
         backend: &dyn Backend,
@@ -138,7 +140,7 @@ impl Weights {
         if let Some((index, layout)) = parts.first()
             && self.arenas_left.hangs()
         {
-            // Others would hang beside those that do.
+            // More reads would hang too.
             let stalled = self
                 .limit
                 .stalled(self.arenas_left.hung(), &Growing::what(layout));
@@ -172,7 +174,7 @@ impl Weights {
         (grown, result)
     }
 
-    /// Gives part `index` up; says what was mapped and what of it was in memory.
+    /// Releases part `index`; returns the bytes mapped, and the bytes of these that were in memory.
     pub(super) fn shed(&mut self, index: usize) -> (Bytes, Bytes) {
         match self.arenas.get_mut(index).and_then(Option::take) {
             Some(arena) => (arena.bytes(), arena.release()),
@@ -181,11 +183,12 @@ impl Weights {
     }
 
     /// Starts, restarts or stops the stream so that it brings the parts that are not resident, beginning with `place`.
+    /// Nothing queued may be in flight.
     ///
-    /// While the disk hangs there is at most one ring more than the plan's; then there may be no stream afterwards, which
-    /// is no error of a plan: a pass that needs it says so.
+    /// While the disk hangs, at most one ring more than the plan's exists; then there may be no stream afterwards. That
+    /// is no error of the plan: a pass that needs the stream reports it.
     ///
-    /// Nothing that was queued is in flight. Returns what was mapped for it, and what was given up of it: asked and freed.
+    /// Returns the bytes mapped for it, and the bytes released: requested and freed.
     pub(super) fn stream(
         &mut self,
         backend: &dyn Backend,
@@ -204,10 +207,10 @@ impl Weights {
         }
         let begun = std::mem::take(&mut self.begun);
         let (extents, first) = (schedule.extents, schedule.first);
-        // One that cannot be had again is none: what it has read is not what is asked for from now on.
+        // A stream that cannot be restarted is dropped: its pieces are not those of the new schedule.
         let started = match self.stream.take() {
             Some(stream) if begun && first == 0 && stream.reads(&extents) => {
-                // Memory may still be found for it, see `settle`.
+                // Pages may still be missing, see `settle`.
                 let grown = stream.ring_bytes();
                 Ok((stream, grown))
             }
@@ -239,7 +242,7 @@ impl Weights {
         }
     }
 
-    /// Stops the stream; says how long its ring was and what of it was in memory.
+    /// Stops the stream; returns the size of its ring, and the bytes of it that were in memory.
     pub(super) fn stop_stream(&mut self) -> (Bytes, Bytes) {
         self.stream
             .take()
@@ -251,15 +254,14 @@ impl Weights {
             })
     }
 
-    /// Waits until all of the ring is in memory.
+    /// Waits until the whole ring is in memory.
     pub(super) fn settle(&self) {
         if let Some(stream) = &self.stream {
             stream.settle();
         }
     }
 
-    /// Gives pieces back to the readers that operations have used, and waits until at most so many batches of them are in
-    /// flight.
+    /// Returns used pieces to the readers, and waits until at most `most` batches of them are in flight.
     pub(super) fn reclaim(
         &mut self,
         backend: &mut dyn Backend,
@@ -273,14 +275,14 @@ impl Weights {
             }
             self.lent.pop_front();
             if let Some(stream) = &self.stream {
-                // SAFETY: the fence lies behind all that was queued with them, and is passed.
+                // SAFETY: the fence lies behind all operations that use these pieces, and has passed.
                 unsafe { stream.release(count) };
             }
         }
         Ok(())
     }
 
-    /// Notes that what is queued by now reads `count` pieces more.
+    /// Records that the operations queued so far read `count` more pieces.
     pub(super) fn lend(
         &mut self,
         backend: &mut dyn Backend,
@@ -290,7 +292,7 @@ impl Weights {
         self.reclaim(backend, BATCHES_MAX)
     }
 
-    /// The stream with another schedule.
+    /// Restarts the stream with another schedule.
     fn restarted(
         &mut self,
         backend: &dyn Backend,
@@ -319,18 +321,18 @@ impl Weights {
         restarted
     }
 
-    /// Counts a ring that is the stream's no longer as long as a read that hangs keeps it.
+    /// Counts a ring that is no longer the stream's, while a hanging read keeps it.
     fn note_left(&mut self, ring: Weak<SharedMapping>) {
         self.rings_left.add(Retained::of([ring], Instant::now()));
     }
 
-    /// That there is no stream because reads hang, and what waits for it.
+    /// Returns a stall error for `what` if there is no stream because reads hang.
     pub(super) fn hung(&self, what: &Arc<str>) -> Option<Stalled> {
         self.hung
             .map(|since| self.limit.stalled(since.elapsed(), what))
     }
 
-    /// All memory that reads may keep when these weights are given up, which hang since `began` or longer.
+    /// All memory that reads hanging since `began` or longer would keep if these weights were dropped.
     pub(super) fn kept(&self, began: Instant) -> Retained {
         let mut kept = Retained::of(self.stream.as_ref().map(Stream::ring_mark), began);
         kept.add(self.rings_left.clone());
@@ -338,19 +340,19 @@ impl Weights {
         kept
     }
 
-    /// What hanging reads keep, and goes when they return.
+    /// Bytes that hanging reads keep until they return.
     pub(super) fn left_bytes(&self) -> Bytes {
         self.rings_left.bytes() + self.arenas_left.bytes()
     }
 
-    /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
+    /// Sets whether the next pass ends with the head, so that readers do not read it needlessly.
     pub(super) fn expect_head(&self, wanted: bool) {
         if let Some(stream) = &self.stream {
             stream.set_end(if wanted { usize::MAX } else { self.head_piece });
         }
     }
 
-    /// The embedding of `token` if it is in memory: in the head, when that is the same tensor.
+    /// Returns the embedding of `token` if it is in memory: in the head, if the tensor is tied.
     pub(super) fn embedding(&self, spec: &Spec, layout: &Layout, token: u32) -> Option<View> {
         let number = token as usize;
         let row = spec.embedding_row();
@@ -362,7 +364,7 @@ impl Weights {
         })
     }
 
-    /// Asks for embeddings from the file.
+    /// Requests embeddings from the file.
     pub(super) fn ask_for_rows(
         &mut self,
         spec: &Spec,
@@ -384,7 +386,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Waits for the embeddings that were asked for.
+    /// Waits for the requested embeddings.
     pub(super) fn rows_asked_for(
         &self,
         patience: &mut dyn FnMut() -> bool,
@@ -393,7 +395,7 @@ impl Weights {
         reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.limit, patience))
     }
 
-    /// A vector of layer `index`, when the architecture has one of the kind.
+    /// Returns a vector of layer `index`, if the architecture has one of this kind.
     pub(super) fn vector(
         &self,
         layout: &FixedLayout,
@@ -409,12 +411,12 @@ impl Weights {
         Some(self.fixed.view(*at..*at + usize::try_from(elements).ok()?))
     }
 
-    /// What the angles of rotation are divided by, where the model has such.
+    /// Divisors of the rotary angles, if the model has them.
     pub(super) fn rope_factors(&self) -> Option<&[f32]> {
         self.factors.as_deref()
     }
 
-    /// The place of a part's first piece in the stream's schedule, where there is one.
+    /// Index of a part's first piece in the stream's schedule, if there is a stream.
     pub(super) fn streamed(&self, part: usize) -> Option<usize> {
         self.stream.as_ref()?;
         self.first_piece.get(part).copied()
@@ -429,7 +431,7 @@ impl Weights {
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<Result<Vec<View>, Missing>, DeviceError> {
         if !self.stream.as_ref().is_some_and(|stream| stream.has(first)) {
-            // Readers may have no room but what is lent.
+            // Borrowed pieces may occupy the whole ring.
             self.reclaim(backend, 0)?;
         }
         let acquired = self
@@ -447,7 +449,7 @@ impl Weights {
         &self.fixed
     }
 
-    /// Reads from somewhere else from now on, and waits so long for it.
+    /// Replaces the source and the stall limit.
     #[cfg(test)]
     pub(super) fn read_from(&mut self, file: Arc<dyn Source>, limit: DiskTimeout) {
         self.limit = limit;
@@ -465,14 +467,14 @@ impl Weights {
         self.waited = self.waited.saturating_add(time);
     }
 
-    /// Time that kernels have waited for the readers so far.
+    /// Total time that kernels have waited for the readers.
     pub(super) const fn waited(&self) -> Duration {
         self.waited
     }
 
-    /// Reads weights without computing on them: how much, and how long it took, once the ring has been full. All of them in
-    /// their turn, as far as the time goes: the same few again and again would come out of a cache of the disk or the host. The readers
-    /// have to be restarted before a pass.
+    /// Reads weights without computing; returns the bytes and the time, counted once the ring has been full. Reads all
+    /// weights in turn, as far as time permits: rereading a few would measure a cache of the disk or host. The readers
+    /// must be restarted before a pass.
     pub(super) fn read_alone(
         &mut self,
         backend: &mut dyn Backend,
@@ -493,7 +495,7 @@ impl Weights {
         for (index, bytes) in pieces.iter().enumerate().cycle() {
             stream.pass(index, go_on).ok()?;
             passed += bytes;
-            // Whatever the ring had been filled with counts for nothing.
+            // Discard the first fill of the ring.
             let over =
                 !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
             if passed >= ring && over {
@@ -511,7 +513,7 @@ impl Weights {
                 return None;
             }
         }
-        // A disk that stands still for one moment is no slower for that; one that does so in each of them is.
+        // Ignores single pauses of the disk, but not regular ones.
         windows.sort_by_key(|(bytes, took)| {
             took.as_nanos().saturating_mul(MIB) / (*bytes as u128).max(1)
         });
@@ -526,12 +528,12 @@ impl Weights {
         ))
     }
 
-    /// Whether parts have to be streamed, and are not.
+    /// Whether parts must be streamed but no stream serves them.
     pub(super) fn needs_stream(&self) -> bool {
         (self.begun || self.stream.is_none()) && self.arenas.iter().any(Option::is_none)
     }
 
-    /// The ring, and what hanging reads keep.
+    /// Size of the ring, and of the memory that hanging reads keep.
     pub(super) fn ring_bytes(&self) -> Bytes {
         let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_bytes);
         ring + self.left_bytes()
@@ -549,19 +551,19 @@ impl Weights {
     }
 }
 
-/// What readers bring for each token, in this order.
+/// Extents that readers bring for each token, in order.
 struct Schedule {
     extents: Vec<Extent>,
-    /// What is read first.
+    /// Index of the first extent to read.
     first: usize,
-    /// For each part the index of its first piece.
+    /// Index of each part's first piece.
     first_piece: Vec<usize>,
     /// The first piece of the head.
     head_piece: usize,
 }
 
 impl Schedule {
-    /// The parts that are `streamed`, beginning with `place`.
+    /// Returns the schedule of the parts that are `streamed`, beginning with `place`.
     fn of(layout: &Layout, place: Place, streamed: impl Fn(usize) -> bool) -> Self {
         let mut extents: Vec<Extent> = Vec::new();
         let (mut first, mut head_piece) = (0, 0);
@@ -588,7 +590,7 @@ impl Schedule {
     }
 }
 
-/// Starts to read what is not `resident`, from the first layer on, before there is a model that computes on it.
+/// Starts to stream the parts that are not `resident`, from the first layer on, before the model exists.
 pub(super) fn begin(
     backend: &dyn Backend,
     source: Arc<dyn Source>,
@@ -606,7 +608,7 @@ pub(super) fn begin(
     Ok(Some(stream))
 }
 
-/// All vectors, each with its place among the `f32` of the fixed mapping.
+/// All vectors, each with its index in the `f32` of the fixed mapping.
 fn vectors_of<'model>(
     layout: &'model FixedLayout,
     spec: &'model Spec,
@@ -624,8 +626,8 @@ fn vectors_of<'model>(
         .collect()
 }
 
-/// Where the vectors lie, in the order of their numbers. The system begins to bring them: they are small and lie far apart,
-/// so that each would wait for large reads if it were asked for on its own.
+/// Returns the extents of the vectors in the order of their numbers, and has the system prefetch them: they are small
+/// and far apart, and each would otherwise wait for large reads.
 pub(super) fn expect_vectors(
     file: &WeightFile,
     layout: &FixedLayout,
@@ -644,17 +646,17 @@ pub(super) fn expect_vectors(
     extents
 }
 
-/// What is resident in every plan, on its way: several vectors at a time, for systems that did not bring them before.
+/// Read of the vectors that are resident in every plan: several at a time, for systems that did not prefetch them.
 pub(super) struct Vectors(Vec<WatchedWork<VectorsRead>>);
 
-/// Some vectors, each with its number.
+/// Vectors, each with its number.
 type VectorsRead = Result<Vec<(usize, Vec<u8>)>, LoadErrorKind>;
 
 impl Vectors {
-    /// Begins to read them.
+    /// Begins to read the vectors.
     ///
     /// # Errors
-    /// When there is no thread to be had.
+    /// When no thread can be started.
     pub(super) fn begin(
         file: &Arc<WeightFile>,
         extents: Vec<Extent>,
@@ -664,7 +666,7 @@ impl Vectors {
             Arc::<[Extent]>::from(extents),
             Arc::new(AtomicUsize::new(0)),
         );
-        // Those who read, and who starts them: the last one looks whether the file is still the same.
+        // The readers and this thread: the last to end checks whether the file is unchanged.
         let working = Arc::new(AtomicUsize::new(1));
         let mut readers = Vec::with_capacity(SMALL_READERS);
         for _ in 0..SMALL_READERS {
@@ -681,7 +683,7 @@ impl Vectors {
             };
             match WatchedWork::start(watch, read) {
                 Ok(reader) => readers.push(reader),
-                // With fewer threads, those that there are do all of it.
+                // The existing threads do all the work.
                 Err(_) if !readers.is_empty() => {
                     working.fetch_sub(1, Ordering::AcqRel);
                 }
@@ -699,10 +701,10 @@ impl Vectors {
         Ok(Self(readers))
     }
 
-    /// Waits until they are there, each with its number.
+    /// Waits for the vectors, each with its number.
     ///
     /// # Errors
-    /// When they cannot be read; or, as the outer one, when the disk does not answer.
+    /// When they cannot be read; the outer error, when the disk stalls.
     pub(super) fn wait(self, limit: DiskTimeout) -> Result<VectorsRead, (Stalled, Retained)> {
         let (mut all, mut hanging): (VectorsRead, Option<(Stalled, Retained)>) =
             (Ok(Vec::new()), None);
@@ -724,7 +726,7 @@ impl Vectors {
     }
 }
 
-/// Reads vectors that no other thread has taken up, as long as there are any.
+/// Reads vectors that no other thread has claimed until none is left.
 fn read_vectors(
     file: &WeightFile,
     extents: &[Extent],
@@ -743,21 +745,20 @@ fn read_vectors(
     }
 }
 
-/// Threads that take up vectors. The system knows all of them, so that more would only wait, each of them for its
-/// stack behind the threads that find memory.
+/// Threads that read vectors. The system prefetches all of them: more threads would only wait, each for its stack
+/// behind the threads that populate memory.
 const SMALL_READERS: usize = 2;
-/// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
-/// each more, a disk that stands still would take memory that no plan has.
+/// Rings that hanging reads may keep beside the stream's: one, so that reading continues if only some reads hang. With
+/// more, a stalled disk would take memory beyond any plan.
 const LEFT_MAX: usize = 1;
-/// Batches of streamed pieces that operations in flight may read: while one is computed with, the next is queued. With more,
-/// the readers would have less of the ring.
+/// Batches of streamed pieces that operations in flight may read: one is computed while the next is queued. More would
+/// leave the readers less of the ring.
 const BATCHES_MAX: usize = 2;
-/// How long reading is timed in one go: disks that are given out in shares (a virtual machine's, a control group's) run and
-/// stand still in turns of a tenth of a second (`DFL_THROTL_SLICE` of Linux),
-/// and what they give in the mean is wanted.
+/// Length of one measurement of the read rate: throttled disks (of a virtual machine or a control group) alternate
+/// between running and pausing every tenth of a second (`DFL_THROTL_SLICE` of Linux), and the mean is wanted.
 const WINDOW: Duration = Duration::from_millis(100);
-/// Passes of the ring that are enough for one of these, and how many of these there are at most: small models, whose ring is
-/// small, have their figure from so many.
+/// Passes of the ring that end a measurement early, and the maximum of measurements: they bound the time for small
+/// models, whose ring is small.
 const WINDOW_RINGS: usize = 16;
 const WINDOWS_MAX: usize = 12;
 const MIB: u128 = 1 << 20;

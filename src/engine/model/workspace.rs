@@ -10,18 +10,18 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// What a device computes in beside activations.
+/// A device's memory needs beside activations.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needs {
-    /// For the copies of one token.
+    /// Copies of one token's activations.
     pub(super) copies: Bytes,
-    /// Of the attention, for any number of tokens.
+    /// Scratch of attention, for any number of tokens.
     pub(super) scratch: Bytes,
-    /// For itself, whatever it computes.
+    /// Fixed memory of the device context.
     pub(super) context: Bytes,
-    /// The cache comes and goes in pieces of this size at least.
+    /// Granularity of changes to the KV cache.
     pub(super) granule: Bytes,
-    /// For what is streamed.
+    /// Size of the ring for streamed weights.
     pub(super) ring: Bytes,
 }
 
@@ -41,7 +41,7 @@ impl Needs {
     }
 }
 
-/// Buffers for a chunk of some number of tokens.
+/// Buffers for a chunk of up to `chunk` tokens.
 pub(super) struct Workspace {
     pub(super) stream: Buffer,
     pub(super) normed: Buffer,
@@ -51,7 +51,7 @@ pub(super) struct Workspace {
     pub(super) fourth: Buffer,
     pub(super) mixed: Buffer,
     pub(super) rotary: Buffer,
-    /// Of the attention, for any number of tokens.
+    /// Scratch of attention, for any number of tokens.
     pub(super) scratch: Buffer,
     copies: Buffer,
     columns: usize,
@@ -71,7 +71,8 @@ pub(super) enum Slot {
 }
 
 impl Workspace {
-    /// In memory that is not there before it is [touched](Self::touch), so that another one can go before.
+    /// Allocates a workspace whose pages are populated by [`touch`](Self::touch), so that another one can be released
+    /// first.
     pub(super) fn untouched(
         backend: &dyn Backend,
         (widths, needs): (&Widths, &Needs),
@@ -108,7 +109,7 @@ impl Workspace {
         }
     }
 
-    /// Where copies of activations go.
+    /// Returns the destination of copies of activations.
     pub(super) fn copies(&self) -> Copies {
         Copies {
             memory: self.copies.view_bytes(0, self.copies.bytes().as_len()),
@@ -118,12 +119,12 @@ impl Workspace {
         }
     }
 
-    /// Tokens that fit.
+    /// Maximum number of tokens.
     pub(super) const fn chunk(&self) -> usize {
         self.chunk
     }
 
-    /// Makes all of it memory.
+    /// Populates all pages.
     pub(super) fn touch(&self) {
         for mapping in self.all() {
             mapping.populate();
@@ -138,7 +139,7 @@ impl Workspace {
         self.all().into_iter().map(Buffer::resident).sum()
     }
 
-    /// Gives it back; says how much of it had been in memory.
+    /// Releases all memory; returns the bytes that were in memory.
     pub(super) fn release(self) -> Bytes {
         let Self {
             stream,
