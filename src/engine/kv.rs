@@ -1,16 +1,16 @@
-//! KV cache: a range of address space for each kind of layer, of which the leased part is open.
+//! KV cache: one range of address space per kind of layer, with the leased part open.
 //!
-//! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
-//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is
-//! leased and what is touched no other program gets it, for the book holds all of it.
+//! Capacity is leased, and populated as tokens arrive: growing touches no page, and shrinking returns whole pages, huge
+//! ones where blocks are large. With [`Backing::Now`], growing populates every page. Leased but untouched memory goes
+//! to no other program, since the ledger counts all of it.
 //!
-//! All blocks are kept in one [`KvType`]. Another one is put into force where they lie: rows that become smaller move
-//! towards the start and leave an end behind that goes back to the kernel.
+//! All blocks have one [`KvType`]. A conversion is done in place: rows that become smaller move towards the start, and
+//! the free end is returned to the kernel.
 //!
-//! Layers with sliding windows keep the last blocks of a sequence only, in a range of their own
-//! ([decision 0027](../../docs/decisions/0027-layers-with-windows-keep-the-last-blocks.md)).
+//! Layers with sliding windows keep only the last blocks of a sequence, in a range of their own ([decision
+//! 0027](../../docs/decisions/0027-layers-with-windows-keep-the-last-blocks.md)).
 //!
-//! Copies of recurrent state and of windows lie in the capacity as well, at places that no block has.
+//! Copies of recurrent state and windows use free places of the same capacity.
 
 mod store;
 
@@ -25,25 +25,25 @@ use super::{
 use cotenant_policy::{kv_type::KvType, residency::KvShape};
 use cotenant_units::{Bytes, Tokens};
 
-/// Keys and values of one sequence.
+/// Keys and values of one sequence, of parked ones and of copies.
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
-    /// Of the layers that see all tokens.
+    /// Layers that see all tokens.
     whole: Store,
-    /// Of those that see the last ones.
+    /// Windowed layers, which see the last tokens.
     windows: Option<Store>,
-    /// One of these layers, of a conversation that was set aside, while it is computed.
+    /// Working area: one windowed layer of a lane, while it is computed.
     aside: Option<Store>,
-    /// Blocks that there is address space for.
+    /// Number of blocks with reserved address space.
     blocks_max: usize,
 }
 
 impl KvCache {
-    /// A cache in `f16` without capacity, and with address space for `tokens_max` tokens.
+    /// Creates a cache in `f16` without capacity, and reserves address space for `tokens_max` tokens.
     ///
     /// # Errors
-    /// When there is no address space.
+    /// When address space cannot be reserved.
     pub fn new(
         backend: &dyn Backend,
         shape: KvShape,
@@ -72,13 +72,13 @@ impl KvCache {
         })
     }
 
-    /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, not below `used` and not above what the
-    /// model was made for.
+    /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, at least `used` and at most the
+    /// `tokens_max` of [`Self::new`].
     ///
-    /// With [`Backing::OnTouch`] new blocks are not memory yet: the kernel finds pages when tokens come.
+    /// With [`Backing::OnTouch`], the pages of new blocks are populated as tokens arrive.
     ///
     /// # Errors
-    /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
+    /// When the kernel refuses, or has no memory for [`Backing::Now`]; the previous blocks stay.
     pub fn resize(
         &mut self,
         backend: &mut dyn Backend,
@@ -105,13 +105,14 @@ impl KvCache {
         }
     }
 
-    /// Keeps everything as `kind`, the first `used` tokens converted; the capacity stays as it is.
+    /// Converts the first `used` tokens to `kind`; the capacity stays the same.
     ///
-    /// What the smaller type does not need goes back to the kernel, as does what was left behind the used tokens. The
+    /// Memory that a smaller type does not need is returned to the kernel, as is memory behind the used tokens. A
     /// larger type does not restore precision that was lost earlier.
     ///
     /// # Errors
-    /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
+    /// When the kernel refuses. Widening leaves everything unchanged then; narrowing is complete, but memory was not
+    /// returned.
     pub fn convert(
         &mut self,
         backend: &mut dyn Backend,
@@ -143,21 +144,20 @@ impl KvCache {
         Ok(converted?.and(windows.transpose()?.unwrap_or_default()))
     }
 
-    /// Notes that the first `tokens` tokens are about to be in memory.
+    /// Records that the first `tokens` tokens are about to be populated.
     pub(super) fn touch(&mut self, tokens: u32) {
         let blocks = blocks_for(&self.shape, tokens);
         self.stores_mut().for_each(|store| store.touch(blocks));
     }
 
-    /// Notes that tokens up to number `end` are about to be written: of layers with windows, what lay at their places is
-    /// lost.
+    /// Records that tokens before `end` are about to be written, which overwrites older blocks of windowed layers.
     pub(super) fn write_up_to(&mut self, end: u32) {
         let blocks = blocks_for(&self.shape, end);
         self.stores_mut()
             .for_each(|store| store.write_up_to(blocks));
     }
 
-    /// Whether the layers with windows have all tokens from number `first` on that have been written.
+    /// Whether the windowed layers hold all written tokens from `first` on.
     pub(super) fn has_window_from(&self, first: u32) -> bool {
         let block = first / self.shape.block_tokens.get().max(1);
         self.windows
@@ -165,14 +165,14 @@ impl KvCache {
             .is_none_or(|windows| windows.holds_from(block as usize))
     }
 
-    /// Whether some layers have windows.
+    /// Whether there are windowed layers.
     pub(super) const fn has_windows(&self) -> bool {
         self.windows.is_some()
     }
 
-    /// Copies what a sequence cannot be cut back without: a recurrent state, and what the layers with windows have of these
-    /// tokens. The copy lies at places that no block has, behind those of the first `used` tokens; `None` where there are not
-    /// enough. One that `goes_on` has place for as many blocks of windows as the layers keep.
+    /// Copies the recurrent state and the `windows` tokens of windowed layers to free places after those of the first
+    /// `used` tokens. Returns `None` if there are too few. With `goes_on`, the copy gets as many window blocks as the
+    /// layers keep, so that it can be extended.
     pub(super) fn save(
         &mut self,
         backend: &mut dyn Backend,
@@ -187,7 +187,7 @@ impl KvCache {
         let mut slots = windows.len();
         if let Some(aside) = self.aside.as_mut().filter(|_| goes_on) {
             slots = aside.most();
-            // What it takes is on the ledger from the start.
+            // Lease its memory from the start.
             if aside.blocks() == 0 && aside.resize(backend, self.blocks_max, 0).is_err() {
                 return Ok(None);
             }
@@ -203,7 +203,7 @@ impl KvCache {
         Ok(Some(copy))
     }
 
-    /// Puts a copy back: the sequence is what it was then.
+    /// Restores a copy: the sequence is as it was when the copy was made.
     pub(super) fn restore(
         &mut self,
         backend: &mut dyn Backend,
@@ -219,25 +219,25 @@ impl KvCache {
         Ok(())
     }
 
-    /// Where a copy has some of its bytes, part by part.
+    /// Returns where `bytes` of a copy are stored, part by part.
     pub(super) fn parts_of(&self, copy: &Copy, bytes: Range<usize>) -> Vec<Span> {
         self.whole.parts(copy.id, bytes)
     }
 
-    /// Tokens of capacity that the copies take.
+    /// Capacity that copies take, in tokens.
     pub(super) fn tokens_of_copies<'a>(&self, copies: impl Iterator<Item = &'a Copy>) -> u32 {
         let places = copies.map(|copy| self.whole.copy_places(copy.id).len());
         self.tokens_of(places.sum()).get()
     }
 
-    /// Tokens of capacity that a copy takes which goes on.
+    /// Capacity that an extensible copy takes, in tokens.
     pub(super) fn tokens_of_copy(&self, state: Option<&Buffer>) -> u32 {
         let slots = self.aside.as_ref().map_or(0, Store::most);
         let places = self.whole.places_for(self.copy_len(state, slots));
         self.tokens_of(places.unwrap_or(0)).get()
     }
 
-    /// Notes that a copy has come to so many tokens.
+    /// Records that a copy's conversation has grown to `tokens` tokens.
     pub(super) fn extend_copy(&self, copy: &mut Copy, tokens: u32) {
         let end = blocks_for(&self.shape, tokens).max(copy.windows.end);
         if self.has_windows() {
@@ -245,8 +245,9 @@ impl KvCache {
         }
     }
 
-    /// Where a copy has the blocks of a layer with a window that a token at `position` sees, and where that layer is computed, part by
-    /// part; of the block that the token is written to only, if it `is_written`. `number` is that of the layer among its kind.
+    /// Returns the blocks of a windowed layer in a copy that a token at `position` sees, part by part, each with its
+    /// working area; only the block that the token is written to if `is_written`. `number` is the layer's index among
+    /// the windowed layers.
     pub(super) fn window_of_copy(
         &self,
         (copy, state): (&Copy, Option<&Buffer>),
@@ -278,19 +279,19 @@ impl KvCache {
         all
     }
 
-    /// The cache for an operation of the layer with a window that is computed aside.
+    /// Returns the working area as the operand of an operation.
     #[must_use]
     pub(super) fn cells_aside(&self) -> Option<Cells<'_>> {
         self.aside.as_ref().map(Store::cells)
     }
 
-    /// Memory of the layer that is computed aside.
+    /// Memory of the working area.
     #[must_use]
     pub fn aside(&self) -> Bytes {
         self.aside.as_ref().map_or(Bytes::ZERO, Store::bytes)
     }
 
-    /// What a copy is of, and where it has that, part by part.
+    /// Returns the contents of a copy and where they are stored, part by part.
     fn spans(&self, copy: &Copy, state: Option<&Buffer>) -> Vec<(Span, Span)> {
         let mut all = Vec::new();
         if let Some(state) = state {
@@ -325,26 +326,25 @@ impl KvCache {
         state.map_or(0, |state| state.bytes().as_len()) + windows * block
     }
 
-    /// Whether a copy with a window of so many tokens finds places beside the first `used` tokens, when everything else is
-    /// given up.
+    /// Whether a copy with a window of `window` tokens fits beside the first `used` tokens after all else is evicted.
     pub(super) fn may_save(&self, used: u32, state: Option<&Buffer>, window: u32) -> bool {
         let windows = blocks_for(&self.shape, window) + 1;
         let places = self.whole.places_for(self.copy_len(state, windows));
         places.is_some_and(|places| blocks_for(&self.shape, used) + places <= self.whole.blocks())
     }
 
-    /// Places of a sequence that is parked.
+    /// Places of a parked sequence.
     pub(super) fn parked_places(&self, number: usize) -> &[usize] {
         self.whole.parked_places(number)
     }
 
-    /// Places of a copy, the blocks of layers with windows that it has, and how many it has place for.
+    /// Returns a copy's places, its blocks of windowed layers, and its number of slots for such blocks.
     pub(super) fn copy_places(&self, copy: &Copy) -> (&[usize], Range<usize>, usize) {
         let places = self.whole.copy_places(copy.id);
         (places, copy.windows.clone(), copy.slots)
     }
 
-    /// Takes over parked sequences and copies by their places, in a cache that has none.
+    /// Adopts parked sequences and copies by their places, in a cache without any.
     pub(super) fn take_over(
         &mut self,
         parked: Vec<Vec<usize>>,
@@ -365,32 +365,32 @@ impl KvCache {
         settle(backend)
     }
 
-    /// What the host has at a place, once the cache is settled; `None` in memory of a device.
+    /// Bytes at a place, once the cache is settled; `None` in device memory.
     pub(super) fn bytes_at(&self, place: usize) -> Option<&[u8]> {
         self.whole.bytes_at(place)
     }
 
-    /// The same, to be written.
+    /// Mutable bytes at a place, as [`Self::bytes_at`].
     pub(super) fn bytes_at_mut(&mut self, place: usize) -> Option<&mut [u8]> {
         self.whole.bytes_at_mut(place)
     }
 
-    /// Notes that the first places are about to be in memory.
+    /// Records that the first `count` places are about to be populated.
     pub(super) fn touch_places(&mut self, count: usize) {
         self.whole.touch_places(count);
     }
 
-    /// Bytes of a place.
+    /// Bytes per place.
     pub(super) fn place_len(&self) -> usize {
         self.whole.block_len()
     }
 
-    /// Places that may be used.
+    /// Number of usable places.
     pub(super) const fn places(&self) -> usize {
         self.whole.blocks()
     }
 
-    /// Gives up all other copies; their places are free from the next [cut](Self::cut) on.
+    /// Drops all copies except `wanted`; their places are free after the next [cut](Self::cut).
     pub(super) fn keep_copies<'a>(&mut self, wanted: impl Iterator<Item = &'a Copy>) {
         let wanted: Vec<CopyId> = wanted.map(|copy| copy.id).collect();
         self.whole.keep_copies(|id| wanted.contains(&id));
@@ -402,46 +402,47 @@ impl KvCache {
         self.whole.copied()
     }
 
-    /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
-    /// given back by it.
+    /// Drops `count` blocks from block `first` on of those that hold `used` tokens; later blocks move up. Releases no
+    /// memory.
     pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: u32) {
         let used = blocks_for(&self.shape, used);
         self.stores_mut()
             .for_each(|store| store.drop_blocks(first, count, used));
     }
 
-    /// Parks the first `tokens` tokens as another sequence, behind those that are parked already. Not for caches with windows.
+    /// Parks the first `tokens` tokens as another sequence, after those already parked. Not for caches with windowed
+    /// layers.
     pub(super) fn park(&mut self, tokens: u32) {
         self.whole.park(blocks_for(&self.shape, tokens));
     }
 
-    /// Gives up a sequence that is parked.
+    /// Evicts a parked sequence.
     pub(super) fn forget(&mut self, number: usize) {
         self.whole.forget(number);
     }
 
-    /// A sequence that is parked comes to so many tokens, beside the first `used` tokens of the other one; `false` where there
-    /// are not enough free places.
+    /// Extends a parked sequence to `tokens` tokens, beside the first `used` tokens of the current one; returns `false`
+    /// if there are too few free places.
     pub(super) fn extend(&mut self, number: usize, tokens: u32, used: u32) -> bool {
         let [blocks, used] = [tokens, used].map(|tokens| blocks_for(&self.shape, tokens));
         self.whole.extend(number, blocks, used)
     }
 
-    /// Tokens that the first `used` ones and these of the sequences that are parked have places for, shared ones once.
+    /// Capacity, in tokens, of the first `used` ones and of the selected parked sequences; shared blocks count once.
     pub(super) fn tokens_held(&self, used: u32, parked: impl Fn(usize) -> bool) -> u32 {
         let blocks = self.whole.blocks_of(blocks_for(&self.shape, used), parked);
         self.tokens_of(blocks).get()
     }
 
-    /// Of each sequence that is parked, the tokens in blocks that only it has, and in those that others have as well, or the first
-    /// `used` tokens of the one that is not.
+    /// For each parked sequence, the tokens in blocks of its own, and in blocks shared with others or with the first
+    /// `used` tokens of the current sequence.
     pub(super) fn held(&self, used: u32) -> Vec<(Tokens, Tokens)> {
         let blocks = self.whole.held_by_each(blocks_for(&self.shape, used));
         let tokens = |(own, shared)| (self.tokens_of(own), self.tokens_of(shared));
         blocks.into_iter().map(tokens).collect()
     }
 
-    /// Capacity that a copy takes, as tokens; none where it is there more than once in `all`.
+    /// Capacity that a copy takes, in tokens; 0 if it occurs more than once in `all`.
     pub(super) fn copy_tokens(&self, copy: &Copy, all: &[&Copy]) -> Tokens {
         let times = all.iter().filter(|other| other.id == copy.id).count();
         let places = if times > 1 {
@@ -452,46 +453,46 @@ impl KvCache {
         self.tokens_of(places)
     }
 
-    /// The cache for an operation on a sequence that is parked.
+    /// Returns the cache as the operand of an operation on a parked sequence.
     #[must_use]
     pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {
         self.whole.cells_of(number)
     }
 
-    /// The sequence becomes the first `tokens` tokens of one that is parked.
+    /// Makes the first `tokens` tokens of a parked sequence the current one.
     pub(super) fn take_up(&mut self, number: usize, tokens: u32) {
         self.whole.take_up(number, blocks_for(&self.shape, tokens));
     }
 
-    /// The sequence ends behind so many tokens.
+    /// Cuts the sequence to `tokens` tokens.
     pub(super) fn cut(&mut self, tokens: u32) {
         self.whole.cut(blocks_for(&self.shape, tokens));
     }
 
-    /// Whether the sequence may come to so many tokens without any that is parked being given up.
+    /// Whether the sequence can grow to `tokens` tokens without evicting a parked one.
     pub(super) fn is_ready(&self, tokens: u32) -> bool {
         self.whole.is_ready(blocks_for(&self.shape, tokens))
     }
 
-    /// Whether so many tokens of the sequence and all that are parked fit into a capacity.
+    /// Whether `used` tokens of the sequence and all parked ones fit into `capacity`.
     pub(super) fn fits(&mut self, capacity: Tokens, used: u32) -> bool {
         let blocks = self.blocks_wanted(capacity, used);
         self.whole.held(blocks_for(&self.shape, used)) <= blocks
     }
 
-    /// Memory of the blocks that belong to sequences that are parked only.
+    /// Memory of blocks that only parked sequences use.
     #[must_use]
     pub fn parked(&self) -> Bytes {
         self.whole.parked()
     }
 
-    /// Whether the last of `tokens` tokens is in the middle of a block that is parked as well.
+    /// Whether the last of `tokens` tokens is within a block that a parked sequence shares.
     pub(super) fn is_shared(&self, tokens: u32) -> bool {
         let block = self.shape.block_tokens.get().max(1);
         !tokens.is_multiple_of(block) && self.whole.is_shared((tokens / block) as usize)
     }
 
-    /// Copies the block that the last of `tokens` tokens is in, so that the sequence can be written on.
+    /// Copies the block of the last of `tokens` tokens, before the sequence is written on (copy on write).
     pub(super) fn part(
         &mut self,
         backend: &mut dyn Backend,
@@ -501,7 +502,7 @@ impl KvCache {
         self.whole.part(backend, block as usize)
     }
 
-    /// Blocks lie one after the other again, as nothing is held in them.
+    /// Restores the order of blocks in an empty cache.
     pub(super) fn put_in_order(&mut self) {
         self.stores_mut().for_each(Store::put_in_order);
     }
@@ -514,49 +515,49 @@ impl KvCache {
         std::iter::once(&mut self.whole).chain(&mut self.windows)
     }
 
-    /// What everything is kept as.
+    /// KV type of all blocks.
     #[must_use]
     pub const fn kind(&self) -> KvType {
         self.whole.kind()
     }
 
-    /// Tokens that the cache may hold.
+    /// Capacity in tokens.
     #[must_use]
     pub fn capacity(&self) -> Tokens {
         self.tokens_of(self.whole.blocks())
     }
 
-    /// The capacity that a plan of `capacity` tokens comes to while `used` tokens are held.
+    /// Capacity of a plan of `capacity` tokens while `used` tokens are held.
     #[must_use]
     pub fn planned(&self, capacity: Tokens, used: u32) -> Tokens {
         self.tokens_of(self.blocks_wanted(capacity, used))
     }
 
-    /// Memory that is leased: that of all blocks, touched or not.
+    /// Leased memory: all blocks, touched or not.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.stores().map(Store::bytes).sum()
     }
 
-    /// How much of it has not been touched since it was had, and is therefore not in memory.
+    /// Leased memory that was never touched, and is therefore not in memory.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.stores().map(Store::untouched).sum()
     }
 
-    /// How much of it the kernel has in memory.
+    /// Leased memory that the kernel has populated.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.stores().map(Store::resident).sum()
     }
 
-    /// What the cache is made of.
+    /// Shape of the cache.
     #[must_use]
     pub const fn shape(&self) -> &KvShape {
         &self.shape
     }
 
-    /// The cache for an operation of a layer, which may be one with a window.
+    /// Returns the cache as the operand of a layer's operation.
     #[must_use]
     pub fn cells(&self, is_windowed: bool) -> Cells<'_> {
         self.windows
@@ -566,7 +567,7 @@ impl KvCache {
             .cells()
     }
 
-    /// The block that a token is in.
+    /// Returns the block of a token.
     fn block_of(&self, token: u32) -> usize {
         (token / self.shape.block_tokens.get().max(1)) as usize
     }
@@ -581,18 +582,18 @@ impl KvCache {
     }
 }
 
-/// What a sequence can be cut back to a place by, as it was there.
+/// Copy of the recurrent state and windows at one position of a sequence.
 #[derive(Clone, Debug)]
 pub struct Copy {
     id: CopyId,
-    /// Which blocks of the layers with windows it has.
+    /// Its blocks of windowed layers.
     windows: Range<usize>,
-    /// How many it has place for: they come round, as with the layers.
+    /// Number of its slots for such blocks, used as a ring.
     slots: usize,
 }
 
 impl Copy {
-    /// The place of a block among those of windows.
+    /// Returns the slot of block `index`.
     fn slot(&self, index: usize) -> usize {
         index % self.slots.max(1)
     }
@@ -605,8 +606,8 @@ fn blocks_for(shape: &KvShape, tokens: u32) -> usize {
     tokens.div_ceil(shape.block_tokens.get()) as usize
 }
 
-/// Tokens of one block: 64 keys of 128 elements are 16 KiB, which stays in the first-level cache while several query
-/// heads go through it.
+/// Tokens per block: 64 keys of 128 elements are 16 KiB, which stays in the first-level cache while several query heads
+/// read it.
 pub const KV_BLOCK_TOKENS: Tokens = Tokens::new(64);
 
 #[cfg(test)]
@@ -631,7 +632,7 @@ mod tests {
         }
     }
 
-    /// The bytes of a block.
+    /// Returns the bytes of a block.
     fn block(cache: &mut KvCache, index: usize) -> Option<&mut [u8]> {
         block_of(cache, false, index)
     }

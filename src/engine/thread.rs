@@ -1,4 +1,4 @@
-//! The engine's own thread: loads the model, takes commands between two layers, answers requests.
+//! The engine's thread: loads the model, takes commands between layers, answers requests.
 //!
 //! ```text
 //!            load            request            last token, end, failure
@@ -8,9 +8,9 @@
 //!                    Stopped ◄──────── Draining          a panic anywhere: Failed, then the thread ends
 //! ```
 //!
-//! At every command point (between two layers, between two slices of a layer that takes long, between two tokens, and at
-//! once when idle) the thread takes plans, ends what was cancelled or is overdue, and notices readers that went away. The longest time between two command points is
-//! in the snapshot.
+//! At every command point (between two layers, between two slices of a long layer, between two tokens, and at once when
+//! idle) the thread takes plans, ends cancelled and overdue requests, and detects disconnected readers. The snapshot
+//! contains the longest time between two command points.
 
 mod answers;
 #[cfg(test)]
@@ -51,18 +51,17 @@ use cotenant_policy::{
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 
-/// The engine: its thread and the way to it. Dropping it asks the thread to stop, without waiting.
+/// The engine: its thread and a handle to it. Dropping it requests a stop without waiting.
 pub struct Engine {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Engine {
-    /// Starts a thread that opens GGUF files. Events go to `sink`, whose reader must keep reading until `Stopped`, or
-    /// drop it.
+    /// Starts a thread that opens GGUF files. Events go to `sink`, whose reader must read until `Stopped`, or drop it.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// When the thread cannot be started.
     pub fn start(
         options: EngineOptions,
         model: ModelOptions,
@@ -71,10 +70,10 @@ impl Engine {
         Self::start_expecting(options, model, Expected::default(), sink)
     }
 
-    /// As [`Self::start`], for plans that are made for the model that is `expected` when it is loaded.
+    /// As [`Self::start`]; plans at load are made for the `expected` model.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::start`].
     pub fn start_expecting(
         options: EngineOptions,
         model: ModelOptions,
@@ -89,19 +88,19 @@ impl Engine {
         Self::start_on(shared, Box::new(opener), sink)
     }
 
-    /// What the model of a GGUF file occupies piece by piece, tokenizer included, so that a first plan can be made; no
-    /// weights are read.
+    /// Returns the size of each piece of a GGUF file's model, tokenizer included, as the basis of a first plan; reads
+    /// no weights.
     ///
     /// # Errors
-    /// When the file's header shows that it could not be opened.
+    /// When the header shows that the file cannot be opened.
     pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<ModelShape, LoadError> {
         GgufModel::inspect(path, None, compute.into()).map(|inspected| inspected.shape)
     }
 
-    /// As [`Self::inspect`], for a model that may say some tokens only, with what else its header tells.
+    /// As [`Self::inspect`], for a model with a reduced vocabulary, with further facts from its header.
     ///
     /// # Errors
-    /// As there, and when the text cannot be read by which the tokens are chosen.
+    /// As [`Self::inspect`], and when the text that selects the tokens cannot be read.
     pub fn inspect_with(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -110,10 +109,11 @@ impl Engine {
         GgufModel::inspect(path, vocabulary, compute.into())
     }
 
-    /// As [`Self::inspect_with`], and refuses what a load would refuse, as far as that shows within 100 ms.
+    /// As [`Self::inspect_with`], and refuses a model that a load would refuse, as far as this is known within 100 ms.
     ///
     /// # Errors
-    /// As there, and when the file ends in zeros, or its tables of tokens or its chat template are of no use.
+    /// As [`Self::inspect_with`], and when the file ends in zeros, or its token tables or its chat template are
+    /// unusable.
     pub fn foresee(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -125,7 +125,7 @@ impl Engine {
     /// As [`Self::foresee`], and builds the tokenizer.
     ///
     /// # Errors
-    /// When it could not be opened.
+    /// When the model cannot be opened.
     pub fn check(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -138,7 +138,7 @@ impl Engine {
     /// Starts a thread that opens models by `opener`.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// When the thread cannot be started.
     pub fn start_with(
         options: EngineOptions,
         opener: Opener,
@@ -165,7 +165,7 @@ impl Engine {
         })
     }
 
-    /// A handle to ask it.
+    /// Returns a handle for requests and commands.
     #[must_use]
     pub fn handle(&self) -> EngineHandle {
         self.handle.clone()
@@ -177,8 +177,8 @@ impl Engine {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the thread has ended; ask it to [`stop`](EngineHandle::stop) or [`drain`](EngineHandle::drain)
-    /// before. Blocks: not for asynchronous code, which awaits [`EngineEvent::Stopped`].
+    /// Waits until the thread has ended; call [`stop`](EngineHandle::stop) or [`drain`](EngineHandle::drain) first.
+    /// Blocks: asynchronous code awaits [`EngineEvent::Stopped`] instead.
     pub fn join(mut self) {
         if let Some(thread) = self.thread.take() {
             // Panics are caught inside and reported as events.
@@ -215,13 +215,13 @@ impl Worker {
         }
     }
 
-    /// The thread from beginning to end.
+    /// Runs the thread from start to end.
     fn run(mut self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             self.work();
             self.save_conversations();
         }));
-        // Dropping the model may break down as well, when it is what broke down before.
+        // If the model has panicked, dropping it may panic too.
         let model = self.model.take();
         let mut kept = model
             .as_ref()
@@ -250,7 +250,7 @@ impl Worker {
                 match self.engine_loop.shared.wait(again) {
                     Work::Exit => return,
                     Work::Answer(queued) => self.start(*queued),
-                    // Nothing is active that could be asked to end.
+                    // No request is active.
                     Work::Poll => self.engine_loop.point(),
                 }
             } else {
@@ -290,7 +290,7 @@ impl Worker {
             return;
         }
         if self.left.hangs() {
-            // Another load would hang beside the one that does.
+            // Another load would hang too.
             let what = "what an earlier load has asked for".into();
             let stalled = DiskTimeout::default().stalled(self.left.hung(), &what);
             let error = LoadError::new(&path, stalled.into()).leaving(self.left.clone());
@@ -348,21 +348,21 @@ impl Worker {
         });
     }
 
-    /// What is held and was given up, and is kept by reads that hang.
+    /// Released memory that hanging reads keep.
     fn left(&self) -> Bytes {
         self.model
             .as_ref()
             .map_or_else(|| self.left.bytes(), |model| model.left())
     }
 
-    /// Notes what a load that failed has left, while there is no model.
+    /// Records the memory kept by a failed load while there is no model.
     fn note_left(&mut self) {
         self.engine_loop.left_noted = self.left.bytes();
         self.engine_loop.state.held =
             (self.engine_loop.left_noted > Bytes::ZERO).then_some(self.engine_loop.left_noted);
     }
 
-    /// Measures what the engine can do, unless a command or a request waits.
+    /// Measures the engine's speed, unless a command or a request waits.
     fn calibrate(&mut self) {
         let Some(model) = self.model.as_mut() else {
             return;
@@ -409,11 +409,11 @@ impl Worker {
         self.engine_loop.publish();
     }
 
-    /// Tells what is held when reads that hung have returned what they kept, or some of it.
+    /// Reports the memory held after hanging reads have returned memory.
     fn note_returned(&mut self) {
         let left = self.left();
         if left >= self.engine_loop.left_noted {
-            // A plan may have left it, which has been reported.
+            // The memory may come from a plan, which has been reported.
             self.engine_loop.left_noted = left;
             return;
         }
@@ -441,15 +441,14 @@ fn log_conversations(act: &str, path: &Path, outcome: &io::Result<Saved>) {
     }
 }
 
-/// How often the idle thread looks whether the daemon's sink has room again; a daemon that reads never lets it come to
-/// this.
+/// Interval of retries while the daemon's sink is full; a daemon that reads never causes one.
 const RETRY: Duration = Duration::from_millis(5);
 
-/// How often the idle thread looks whether a read that hangs has returned. Our choice: what it keeps is on the book, so that
-/// no request is delayed meanwhile.
+/// Interval of checks of hanging reads. Our choice: the ledger counts the memory that they keep, so no request waits
+/// for a check.
 const LEFT_LOOK: Duration = Duration::from_secs(1);
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload
         .downcast_ref::<&str>()

@@ -1,15 +1,12 @@
 //! Blocks of the layers of one kind: all of a sequence, or its last ones.
 //!
-//! Blocks follow one another in a sequence by a table, which says where each lies. So the oldest can be dropped without
-//! moving any other: its place becomes that of a block to come. Only where the place of a block that stays is given back
-//! to the kernel is it copied to one that is free.
+//! A block table maps the blocks of a sequence to places. The oldest block is dropped without moving others: its place
+//! is reused for a later block. A block is copied only if its place is returned to the kernel while the block stays.
 //!
-//! A store with fewer places than the sequence has blocks keeps the last ones: each block to come takes the place of the
-//! oldest that is left.
+//! A store with fewer places than the sequence has blocks keeps the last ones: each new block overwrites the oldest.
 //!
-//! Beside the sequence that is computed others may be parked. Sequences with the same tokens at the beginning have their
-//! blocks there at the same places; none of these is written to. A place may also hold bytes that are no block: copies of what
-//! a sequence cannot be cut back without.
+//! Other sequences may be parked beside the current one. Sequences with a common prefix share its blocks, which are
+//! never written to. A place may also hold part of a copy (recurrent state, windows) instead of a block.
 
 use std::{collections::BTreeSet, io, ops::Range};
 
@@ -22,65 +19,65 @@ use cotenant_units::{Bytes, page};
 
 /// Keys and values of some layers.
 ///
-/// A block holds [`KvShape::block_tokens`] tokens of each of them, as `[layer][key, value][head][token][element]`, so that
-/// one head's keys of a block are contiguous.
+/// A block holds [`KvShape::block_tokens`] tokens of each layer, as `[layer][key, value][head][token][element]`, so
+/// that one head's keys in a block are contiguous.
 #[derive(Debug)]
 pub(super) struct Store {
-    /// Of its layers alone.
+    /// Shape of its layers only.
     shape: KvShape,
     kind: KvType,
     space: Region,
-    /// Blocks that a sequence may have.
+    /// Maximum number of blocks of a sequence at the present capacity.
     blocks: usize,
-    /// Places that there are at most.
+    /// Maximum number of places.
     most: usize,
-    /// The place of each block that a sequence can have, counted in blocks. Those to come have the free places first, and
-    /// then those of the oldest.
+    /// The place of each block of the sequence, in units of blocks. Future blocks get the free places first, and then
+    /// those of the oldest blocks.
     places: Vec<usize>,
-    /// The first block whose place has not become that of another.
+    /// The first block whose place was not reused.
     first: usize,
-    /// The places of the blocks of each sequence that is parked.
+    /// Block table of each parked sequence.
     parked: Vec<Vec<usize>>,
-    /// The places of each copy.
+    /// Places of each copy.
     copies: Vec<(CopyId, Vec<usize>)>,
     /// The number of the last copy.
     last_copy: u64,
-    /// Blocks that the sequence may come to at free places.
+    /// Number of blocks to which the sequence can grow at free places.
     ready: usize,
-    /// Places of copies, and of sequences that are parked only.
+    /// Places used only by copies and parked sequences.
     kept: usize,
-    /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
+    /// Memory from the start that was touched since it was last released; all of it with [`Backing::Now`].
     touched: Bytes,
     backing: Backing,
-    /// Which places blocks have, and in which order others take them: allocated once, as both are worked out during sheds.
+    /// Occupied places, and their order of reuse: allocated once, since both are computed during sheds.
     is_taken: Vec<bool>,
     order: Vec<usize>,
 }
 
-/// What a change of capacity did.
+/// Effect of a change of capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resized {
-    /// Bytes of blocks that were given up.
+    /// Bytes of released blocks.
     pub asked: Bytes,
-    /// Bytes of these that the kernel had in memory.
+    /// Released bytes that the kernel had in memory.
     pub freed: Bytes,
-    /// Bytes of new blocks, none of them touched.
+    /// Bytes of new blocks, all untouched.
     pub grown: Bytes,
 }
 
-/// Why a cache could not be changed.
+/// Reason why a cache could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum KvError {
     /// The device has failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// There is no memory, or the kernel refuses.
+    /// Memory cannot be allocated, or the kernel refuses.
     #[error(transparent)]
     Memory(#[from] io::Error),
 }
 
 impl Resized {
-    /// Both together.
+    /// Returns the sum of both.
     pub(super) fn and(self, other: Self) -> Self {
         Self {
             asked: self.asked + other.asked,
@@ -90,12 +87,13 @@ impl Resized {
     }
 }
 
-/// Names bytes that places of a store hold instead of blocks.
+/// Handle of a copy: bytes stored in places of a store instead of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyId(u64);
 
 impl Store {
-    /// A store in `f16` without capacity, for sequences of so many blocks, of which it keeps at most the last `most`.
+    /// Creates a store in `f16` without capacity, for sequences of `blocks_max` blocks, of which it keeps at most the
+    /// last `most`.
     pub(super) fn new(
         backend: &dyn Backend,
         shape: KvShape,
@@ -128,7 +126,7 @@ impl Store {
         })
     }
 
-    /// Changes the blocks that a sequence may have, which are no fewer than it has `used`.
+    /// Changes the maximum number of blocks of a sequence to `blocks`, at least `used`.
     pub(super) fn resize(
         &mut self,
         backend: &mut dyn Backend,
@@ -166,7 +164,7 @@ impl Store {
         })
     }
 
-    /// Opens what everything takes as `kind`, before it is converted to that: for a larger type.
+    /// Opens the memory of a larger type `kind`, before the conversion to it.
     pub(super) fn open_as(&mut self, kind: KvType) -> Result<(), KvError> {
         let before = self.bytes();
         self.space
@@ -180,7 +178,7 @@ impl Store {
         Ok(())
     }
 
-    /// Keeps everything as `kind`, `used` blocks converted. Copies, which are not of that type, are given up.
+    /// Converts `used` blocks to `kind`. Drops copies, which cannot be converted.
     pub(super) fn convert(
         &mut self,
         backend: &mut dyn Backend,
@@ -209,7 +207,7 @@ impl Store {
                 self.space.set_open(kept)?;
             }
             self.space.set_open(all)?;
-            // Places behind the last token of the last block may have been touched by it.
+            // The conversion may have touched places behind the last token of the last block.
             freed = resident.saturating_sub(self.resident());
         }
         self.touched = match self.backing {
@@ -224,27 +222,27 @@ impl Store {
         })
     }
 
-    /// Notes that the first `blocks` blocks are about to be in memory.
+    /// Records that the first `blocks` blocks are about to be populated.
     pub(super) fn touch(&mut self, blocks: usize) {
         self.touched = self.touched.max(self.bytes_of(self.places_of(blocks)));
     }
 
-    /// Notes that blocks up to number `end` are about to be written: what lay at their places is lost.
+    /// Records that blocks before `end` are about to be written, which overwrites the oldest ones.
     pub(super) fn write_up_to(&mut self, end: usize) {
         self.first = self.first.max(end.saturating_sub(self.open()));
     }
 
-    /// Whether all blocks from `first` on are there that have been written.
+    /// Whether all written blocks from `first` on are held.
     pub(super) const fn holds_from(&self, first: usize) -> bool {
         first >= self.first
     }
 
-    /// Takes places for so many bytes that are no blocks, behind those of the first `used` blocks; `None` where not so many
-    /// are free.
+    /// Takes places for a copy of `bytes` bytes after those of the first `used` blocks; returns `None` if too few are
+    /// free.
     pub(super) fn take(&mut self, used: usize, bytes: usize) -> Option<CopyId> {
         let count = self.places_for(bytes)?;
         let (places, len) = (self.next_places(used, count)?, self.block_len());
-        // The last place is written in part.
+        // The last place is partly written.
         let ends = (0..).step_by(len).zip(&places);
         let end = ends.map(|(start, place)| place * len + len.min(bytes - start));
         self.touch_up_to(Bytes::of_len(end.max().unwrap_or(0)).round_up(page()));
@@ -255,8 +253,8 @@ impl Store {
         Some(id)
     }
 
-    /// A sequence that is parked comes to so many blocks, at places behind those of the first `used` blocks; `false` where not
-    /// so many are free.
+    /// Extends a parked sequence to `blocks` blocks, at places after those of the first `used` blocks; returns `false`
+    /// if too few are free.
     pub(super) fn extend(&mut self, number: usize, blocks: usize, used: usize) -> bool {
         let had = self.parked.get(number).map_or(blocks, Vec::len);
         let Some(places) = self.next_places(used, blocks.saturating_sub(had)) else {
@@ -272,18 +270,18 @@ impl Store {
         true
     }
 
-    /// The next free places behind those of the first `used` blocks.
+    /// Returns the next `count` free places after those of the first `used` blocks.
     fn next_places(&self, used: usize, count: usize) -> Option<Vec<usize>> {
         let places = self.places.get(used..used + count)?;
         self.is_ready(used + count).then(|| places.to_vec())
     }
 
-    /// Notes that so much from the start is about to be memory.
+    /// Records that the first `bytes` bytes are about to be populated.
     fn touch_up_to(&mut self, bytes: Bytes) {
         self.touched = self.touched.max(bytes.min(self.bytes()));
     }
 
-    /// Blocks of the first `used` ones, and of these of the sequences that are parked, each once.
+    /// Number of distinct blocks of the first `used` ones and of the selected parked sequences.
     pub(super) fn blocks_of(&self, used: usize, parked: impl Fn(usize) -> bool) -> usize {
         let own = self.places.get(..used).unwrap_or_default();
         let numbered = self.parked.iter().enumerate();
@@ -292,7 +290,8 @@ impl Store {
         all.collect::<BTreeSet<_>>().len()
     }
 
-    /// Of each sequence that is parked, the blocks that only it has, and those that others have as well, or the first `used` ones.
+    /// For each parked sequence, the number of its own blocks, and of those shared with others or with the first `used`
+    /// ones.
     pub(super) fn held_by_each(&self, used: usize) -> Vec<(usize, usize)> {
         let mut uses = vec![0u8; self.places.len()];
         let own = self.places.get(..used).unwrap_or_default();
@@ -309,13 +308,13 @@ impl Store {
         self.parked.iter().map(held).collect()
     }
 
-    /// How many places so many bytes take; `None` for a store that holds nothing.
+    /// Number of places for `bytes` bytes; `None` for a store without layers.
     pub(super) fn places_for(&self, bytes: usize) -> Option<usize> {
         let len = self.block_len();
         (len > 0).then(|| bytes.div_ceil(len))
     }
 
-    /// Where the `bytes` of a copy lie: a part at each place. Nothing of a copy that is not there.
+    /// Returns where the `bytes` of a copy are stored, one part per place; empty for an unknown copy.
     pub(super) fn parts(&self, id: CopyId, bytes: Range<usize>) -> Vec<Span> {
         let len = self.block_len().max(1);
         let copy = self.copies.iter().find(|(other, _)| *other == id);
@@ -330,7 +329,7 @@ impl Store {
         places.iter().zip(starts).filter_map(part).collect()
     }
 
-    /// The memory of block `index`, as a part of a copy.
+    /// Returns the memory of block `index` as a part of a copy.
     pub(super) fn block(&self, index: usize) -> Option<Span> {
         let (place, len) = (self.places.get(index)?, self.block_len());
         Some(Span::Region(
@@ -339,18 +338,18 @@ impl Store {
         ))
     }
 
-    /// The places of a sequence that is parked.
+    /// Places of a parked sequence.
     pub(super) fn parked_places(&self, number: usize) -> &[usize] {
         self.parked.get(number).map_or(&[][..], Vec::as_slice)
     }
 
-    /// The places of a copy.
+    /// Places of a copy.
     pub(super) fn copy_places(&self, id: CopyId) -> &[usize] {
         let copy = self.copies.iter().find(|(other, _)| *other == id);
         copy.map_or(&[][..], |(_, places)| places)
     }
 
-    /// Takes over parked sequences and copies by their places, in a store that has none; returns the names of the copies.
+    /// Adopts parked sequences and copies by their places, in a store without any; returns the handles of the copies.
     pub(super) fn take_over(
         &mut self,
         parked: Vec<Vec<usize>>,
@@ -364,12 +363,12 @@ impl Store {
         self.copies.iter().map(|(id, _)| *id).collect()
     }
 
-    /// Notes that the first places are about to be in memory.
+    /// Records that the first `count` places are about to be populated.
     pub(super) fn touch_places(&mut self, count: usize) {
         self.touch_up_to(self.bytes_of(count).round_up(page()));
     }
 
-    /// What the host has at a place; `None` in memory of a device. Nothing that is queued may use it.
+    /// Bytes at a place; `None` in device memory. No queued operation may use it.
     pub(super) fn bytes_at(&self, place: usize) -> Option<&[u8]> {
         let len = self.block_len();
         let start = self.space.range(place * len, len)?;
@@ -377,7 +376,7 @@ impl Store {
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
     }
 
-    /// The same, to be written.
+    /// Mutable bytes at a place, as [`Self::bytes_at`].
     pub(super) fn bytes_at_mut(&mut self, place: usize) -> Option<&mut [u8]> {
         let len = self.block_len();
         let start = self.space.range(place * len, len)?;
@@ -385,7 +384,7 @@ impl Store {
         Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
     }
 
-    /// Keeps the copies that are wanted.
+    /// Drops all copies except the wanted ones.
     pub(super) fn keep_copies(&mut self, is_wanted: impl Fn(CopyId) -> bool) {
         self.copies.retain(|(id, _)| is_wanted(*id));
     }
@@ -395,33 +394,33 @@ impl Store {
         self.bytes_of(self.copies.iter().map(|(_, places)| places.len()).sum())
     }
 
-    /// The sequence has nothing before block `start` any more, and places of their own for those up to `end`, which are about to
-    /// be written.
+    /// Drops the sequence's blocks before `start`, and assigns places to the blocks up to `end`, which are about to be
+    /// written.
     pub(super) fn begin_at(&mut self, start: usize, end: usize) {
         self.first = start;
         self.cut(start);
         self.touch(end);
     }
 
-    /// Bytes of a block.
+    /// Bytes per block.
     pub(super) fn block_len(&self) -> usize {
         self.shape.block_bytes(self.kind).as_len()
     }
 
-    /// Parks the first `used` blocks as those of another sequence, behind those that are parked already.
+    /// Parks the first `used` blocks as another sequence, after those already parked.
     pub(super) fn park(&mut self, used: usize) {
         let places = self.places.get(..used).unwrap_or_default();
         self.parked.push(places.to_vec());
     }
 
-    /// Gives up a sequence that is parked.
+    /// Evicts a parked sequence.
     pub(super) fn forget(&mut self, number: usize) {
         if number < self.parked.len() {
             self.parked.remove(number);
         }
     }
 
-    /// The sequence becomes one of so many blocks that are parked with another.
+    /// Makes the first `blocks` blocks of a parked sequence, shared with it, the current sequence.
     pub(super) fn take_up(&mut self, number: usize, blocks: usize) {
         if let Some(from) = self
             .parked
@@ -434,29 +433,29 @@ impl Store {
         self.cut(blocks);
     }
 
-    /// The sequence ends behind so many blocks: others come next.
+    /// Cuts the sequence to `used` blocks and lays out the later ones.
     pub(super) fn cut(&mut self, used: usize) {
         self.lay_out(used, self.open());
     }
 
-    /// Whether the sequence may come to so many blocks without any that is parked being given up.
+    /// Whether the sequence can grow to `blocks` blocks without evicting a parked one.
     pub(super) const fn is_ready(&self, blocks: usize) -> bool {
         blocks <= self.ready
     }
 
-    /// Blocks of the first `used` ones and of all that are parked, each once.
+    /// Number of distinct blocks of the first `used` ones and of all parked sequences.
     pub(super) fn held(&mut self, used: usize) -> usize {
         self.lay_out(used, self.open());
         self.open().saturating_sub(self.ready.saturating_sub(used))
     }
 
-    /// Whether block `index` is one of a sequence that is parked as well.
+    /// Whether block `index` is shared with a parked sequence.
     pub(super) fn is_shared(&self, index: usize) -> bool {
         let place = self.places.get(index);
         place.is_some_and(|place| self.parked.iter().flatten().any(|other| other == place))
     }
 
-    /// Copies block `index`, which is the last one of the sequence, to a free place, which there has to be.
+    /// Copies block `index`, the last one of the sequence, to a free place, which must exist.
     pub(super) fn part(
         &mut self,
         backend: &mut dyn Backend,
@@ -473,7 +472,7 @@ impl Store {
         Ok(())
     }
 
-    /// Drops `count` blocks from block `first` on of `used`: those behind move up. No memory is given back by it.
+    /// Drops `count` blocks from block `first` on of `used`; later blocks move up. Releases no memory.
     pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: usize) {
         let used = used.min(self.blocks);
         if let Some(places) = self.places.get_mut(first..used)
@@ -487,14 +486,14 @@ impl Store {
         self.lay_out(used.saturating_sub(count), self.open());
     }
 
-    /// Blocks lie one after the other again, as nothing is held in them.
+    /// Restores the order of blocks in an empty store.
     pub(super) fn put_in_order(&mut self) {
         self.first = 0;
         self.lay_out(0, self.open());
     }
 
-    /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks, to a sequence that is parked or
-    /// to a copy, to free places before it.
+    /// Moves blocks at places from `end` on that belong to the first `used` blocks, a parked sequence or a copy to free
+    /// places before `end`.
     fn clear_behind(
         &mut self,
         backend: &mut dyn Backend,
@@ -506,7 +505,7 @@ impl Store {
         }
         let first = self.lay_out(used, self.open());
         let len = self.block_len();
-        // Where each place from `end` on has moved to.
+        // New place of each place from `end` on.
         self.order.clear();
         let mut free = 0;
         for from in end..self.open() {
@@ -537,14 +536,14 @@ impl Store {
         Ok(())
     }
 
-    /// Says where the blocks behind the first `used` will lie, with so many places open: what comes next as far to the front
-    /// as it can, and once no place is free where the oldest lies. Returns the first block that is there.
+    /// Assigns places to the blocks after the first `used`, with `open` places: free places in ascending order, and
+    /// then those of the oldest blocks. Returns the first block that is still held.
     fn lay_out(&mut self, used: usize, open: usize) -> usize {
         self.is_taken.fill(false);
         let mut first = used;
         while first > self.first
             && let Some(is_taken) = self.places.get(first - 1).and_then(|place| self.is_taken.get_mut(*place))
-            // A block before one that has its place is not there any more.
+            // A block whose place a later block uses is no longer held.
             && !std::mem::replace(is_taken, true)
         {
             first -= 1;
@@ -567,7 +566,7 @@ impl Store {
         self.kept = open.saturating_sub(self.order.len() + used - first);
         self.order
             .extend(self.places.get(first..used).unwrap_or_default());
-        // What is not there any more lies nowhere, and no place that is closed.
+        // Blocks that are no longer held must not refer to a closed place.
         for place in self
             .places
             .iter_mut()
@@ -584,7 +583,7 @@ impl Store {
         first
     }
 
-    /// Places from the first one on that have to be there for the last of `used` blocks.
+    /// Number of places, counted from the first, that cover the held ones of `used` blocks.
     fn places_of(&self, used: usize) -> usize {
         let used = used.min(self.blocks);
         let places = self
@@ -594,7 +593,7 @@ impl Store {
         places.iter().max().map_or(0, |place| place + 1)
     }
 
-    /// As [`Self::places_of`], for sequences that are parked and for copies as well.
+    /// As [`Self::places_of`], including parked sequences and copies.
     fn places_held(&self, used: usize) -> usize {
         let copies = self.copies.iter().flat_map(|(_, places)| places);
         let others = self.parked.iter().flatten().chain(copies).max();
@@ -603,7 +602,7 @@ impl Store {
             .max(self.places_of(used))
     }
 
-    /// Places that may be used.
+    /// Number of usable places.
     fn open(&self) -> usize {
         self.blocks.min(self.most)
     }
@@ -616,12 +615,12 @@ impl Store {
         self.blocks
     }
 
-    /// Places that there are at most.
+    /// Maximum number of places.
     pub(super) const fn most(&self) -> usize {
         self.most
     }
 
-    /// Memory of the blocks that belong to sequences that are parked only.
+    /// Memory of blocks that only parked sequences use.
     pub(super) fn parked(&self) -> Bytes {
         self.bytes_of(self.kept).saturating_sub(self.copied())
     }
@@ -631,17 +630,17 @@ impl Store {
         self.bytes_of(self.open())
     }
 
-    /// How much of it has not been touched since it was had, and is therefore not in memory.
+    /// Memory that was never touched, and is therefore not in memory.
     pub(super) fn untouched(&self) -> Bytes {
         self.bytes().saturating_sub(self.touched)
     }
 
-    /// How much of it the kernel has in memory.
+    /// Memory that the kernel has populated.
     pub(super) fn resident(&self) -> Bytes {
         self.space.resident()
     }
 
-    /// The store for an operation on a sequence that is parked.
+    /// Returns the store as the operand of an operation on a parked sequence.
     pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {
         let places = self.parked.get(number).map_or(&[][..], Vec::as_slice);
         Cells {
@@ -650,7 +649,7 @@ impl Store {
         }
     }
 
-    /// The store for an operation.
+    /// Returns the store as the operand of an operation.
     pub(super) fn cells(&self) -> Cells<'_> {
         Cells {
             space: self.space.lend(),

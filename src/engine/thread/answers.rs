@@ -1,7 +1,7 @@
-//! Answers under way: a prompt is read, and tokens follow one another until one ends it.
+//! Answers in progress: reading prompts, and producing tokens until an answer ends.
 //!
-//! One that is alone has the model's sequence. When another request may join it, it is set aside, and all go on together, a token
-//! each in one pass; the last one that is left has the sequence again.
+//! A single answer owns the model's sequence. When another request can join, its conversation becomes a lane, and all
+//! answers proceed together, one token each per pass; the last remaining answer owns the sequence again.
 //!
 //! ```text
 //!   kitchen  prompt t t t t t t t t t t t t t t end
@@ -11,8 +11,8 @@
 //!
 //! | answers | a pass computes |
 //! |---|---|
-//! | one | its next token; tokens that its form forces, or that a draft proposes, with it |
-//! | several | the next tokens of each, as many answers as may be together |
+//! | one | its next token; with it, tokens that its form forces or a draft proposes |
+//! | several | the next tokens of each, up to the maximum of answers in a pass |
 //! | several, and a prompt | the same, and a slice of the prompt |
 
 use std::{
@@ -36,20 +36,20 @@ use crate::{
 };
 use cotenant_units::{Tokens, causes::in_one_line};
 
-/// A slice of a prompt that is read beside answers.
+/// Slice of a prompt that is read beside answers.
 struct Slice<'a> {
     id: RequestId,
     tokens: &'a [u32],
 }
 
 impl Worker {
-    /// A request that may join those that are under way, where their contexts and its own have place.
+    /// Returns a request that can join the running ones, if the capacity suffices for all contexts.
     pub(super) fn joining(&mut self) -> Option<Queued> {
         if self.engine_loop.state.queued == 0 || self.answers.len() >= self.answers_max() {
             return None;
         }
         self.set_aside();
-        // One that has lost the oldest of its context, or cannot be gone on from as it is, stays alone.
+        // An answer that has dropped its oldest tokens or cannot become a lane stays alone.
         if self.answers.iter().any(|answer| answer.lane.is_none()) {
             return None;
         }
@@ -69,13 +69,13 @@ impl Worker {
         })
     }
 
-    /// Begins with a request: reads its prompt and says its first token.
+    /// Starts a request: reads its prompt and emits its first token.
     pub(super) fn start(&mut self, queued: Queued) {
         let id = queued.request.id;
         let capacity = self.capacity();
         self.set_aside();
         self.engine_loop.begin(queued, capacity);
-        // Without a model no request gets past the handle.
+        // Without a model, the handle refuses requests.
         let begun = self.text.clone().and_then(|text| self.answer_of(id, &text));
         let Some((text, begun)) = self.text.clone().zip(begun) else {
             self.engine_loop
@@ -105,7 +105,7 @@ impl Worker {
         }
     }
 
-    /// An answer to a request of which nothing has been computed.
+    /// Returns the answer to a request before anything is computed.
     fn answer_of(
         &mut self,
         id: RequestId,
@@ -117,7 +117,7 @@ impl Worker {
         let sinks = request
             .sinks
             .map(|sinks| sinks.tokens(active.usage.prompt_tokens));
-        // Where room can be made, the context does not end an answer.
+        // If tokens may be dropped, the context length does not limit the answer.
         let most = sinks.map_or(u32::MAX, |_| text.context_max().get());
         let sampler = Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
             message: error.to_string(),
@@ -142,7 +142,7 @@ impl Worker {
         }))
     }
 
-    /// Brings the sequence to the end of a request's prompt, and lets the answers beside it go on meanwhile.
+    /// Extends the sequence to the end of a request's prompt, while the other answers proceed.
     fn read_prompt(&mut self, text: &TextSide, answer: &Answer) -> ControlFlow<Outcome> {
         let id = answer.id;
         let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.of_mut(id)) else {
@@ -202,7 +202,7 @@ impl Worker {
         }
     }
 
-    /// All answers under way go on by a token, where there is place for it.
+    /// Advances all answers by a token, as far as capacity permits.
     pub(super) fn go_on(&mut self) {
         self.take_commands();
         self.end_what_has_ended();
@@ -222,7 +222,7 @@ impl Worker {
         }
     }
 
-    /// Ends the answers that a command point has found to be over.
+    /// Ends the answers that a command point has found cancelled or overdue.
     fn end_what_has_ended(&mut self) {
         for answer in std::mem::take(&mut self.answers) {
             match self.engine_loop.ended(answer.id).cloned() {
@@ -232,14 +232,13 @@ impl Worker {
         }
     }
 
-    /// Reads what answers were set aside with and have lost, one after the other: another KV type has taken the place of their
-    /// states.
+    /// Recomputes lanes that have lost their state to a change of KV type, one after the other.
     fn read_again(&mut self) {
         while !self.reads
             && let Some(number) = self.answers.iter().position(|answer| self.is_lost(answer))
         {
             self.set_aside();
-            // The one that has the sequence, and cannot be set aside, comes to its end first.
+            // An answer that owns the sequence and cannot become a lane ends first.
             if self.answers.iter().any(|answer| answer.lane.is_none()) {
                 return;
             }
@@ -305,12 +304,12 @@ impl Worker {
         ControlFlow::Continue(())
     }
 
-    /// The tokens that are likely to follow the next one of the answer that is alone, as many as a pass with them is worth.
+    /// Drafts the tokens that are likely to follow the next one of a single answer, as many as are worth a pass.
     fn draft(&mut self, answer: &mut Answer, room: usize) -> Vec<u32> {
         let (Some(model), [next]) = (self.model.as_ref(), answer.next.as_slice()) else {
             return Vec::new();
         };
-        // What a form allows is known token by token only, and tokens that were dropped are not drafted from.
+        // The tokens allowed by a form are known one at a time, and drafts need the tokens that were dropped.
         if answer.mask.is_some()
             || answer.sinks.is_some()
             || !model.takes_back()
@@ -327,7 +326,8 @@ impl Worker {
         draft
     }
 
-    /// Computes the next token of the answer that is alone with those of a draft, and says as many as turn out to be its own.
+    /// Computes the next token of a single answer together with a draft, and emits the tokens of the draft that it
+    /// confirms.
     fn verify(
         &mut self,
         text: &TextSide,
@@ -366,14 +366,14 @@ impl Worker {
         answer.drafter.verified(accepted, draft.len());
         self.engine_loop.drafted(draft.len(), accepted);
         if let Some(model) = self.model.as_mut() {
-            // Nothing is left of a sequence whose results were not finite.
+            // Non-finite results reset the sequence.
             let kept = position_of(&self.sequence);
             model.take_back(None, model.position().saturating_sub(kept));
         }
         said
     }
 
-    /// Says the token that follows by one of the results of the last pass, of the answer that is alone.
+    /// Emits the token after result `number` of the last pass, of a single answer.
     fn say_result(
         &mut self,
         text: &TextSide,
@@ -387,7 +387,7 @@ impl Worker {
         }
     }
 
-    /// Puts the scores of a result of the last pass where the next token is chosen from.
+    /// Stores the scores of result `number` of the last pass for sampling.
     fn scores(&mut self, answer: &Answer, number: usize) -> Result<(), ForwardError> {
         let Some(model) = self.model.as_mut() else {
             return Err(ForwardError::SequenceLost);
@@ -407,8 +407,8 @@ impl Worker {
         Ok(())
     }
 
-    /// The answers that are set aside go on by a token each, and by what their forms force, as many as may be in one pass; the
-    /// first pass reads a slice of a prompt as well. Says how much of it was read.
+    /// Advances each lane by a token and the tokens that its form forces, in passes of as many lanes as permitted; the
+    /// first pass also reads a slice of a prompt. Returns the number of tokens read from it.
     fn go_on_together(
         &mut self,
         text: &TextSide,
@@ -421,7 +421,7 @@ impl Worker {
                 (model.answers_max(), model.rows_max(), model.slice_max())
             });
             let most = most.saturating_sub(usize::from(slice.is_some()));
-            // Without a slice at least one, so that this ends.
+            // Without a slice at least one, so that the loop terminates.
             let most = most.max(usize::from(slice.is_none()));
             let rest = waiting.split_off(waiting.len().min(most));
             let some = std::mem::replace(&mut waiting, rest);
@@ -464,8 +464,8 @@ impl Worker {
         read
     }
 
-    /// How many tokens of each the next pass computes, of `rows`: the next one, and those behind it that its form forces while
-    /// there are rows and places for them.
+    /// Sets the number of tokens of each answer in the next pass of `rows` rows: the next one, and the forced ones
+    /// after it while rows and places remain.
     fn force(&mut self, ready: &mut [Answer], rows: usize) {
         let mut left = rows.saturating_sub(ready.len());
         for answer in ready {
@@ -480,7 +480,7 @@ impl Worker {
         }
     }
 
-    /// Computes the next tokens of some answers, and a slice.
+    /// Computes the next tokens of the `ready` answers, and a slice.
     fn pass(&mut self, ready: &[Answer], slice: Option<&Slice<'_>>) -> Result<(), ForwardError> {
         let own = slice.map(|slice| Span {
             lane: None,
@@ -504,7 +504,7 @@ impl Worker {
         self.compute(&spans, &requests)
     }
 
-    /// Computes some spans in one pass, for these requests; plans are put into force between layers.
+    /// Computes spans in one pass, for these requests; plans are put into force between layers.
     fn compute(&mut self, spans: &[Span<'_>], requests: &[RequestId]) -> Result<(), ForwardError> {
         self.greatest = None;
         let Some(model) = self.model.as_mut() else {
@@ -520,7 +520,7 @@ impl Worker {
         result
     }
 
-    /// What becomes of answers whose pass failed: they end, or are tried again.
+    /// Decides about answers whose pass failed: they end, or are retried.
     fn failed_together(&self, error: &ForwardError) -> ControlFlow<Outcome> {
         match error {
             ForwardError::Cancelled { .. } | ForwardError::KvFull { .. } => {
@@ -532,7 +532,7 @@ impl Worker {
         }
     }
 
-    /// Says the next token of an answer whose last ones were computed with others, with the result of this number.
+    /// Emits the next token of an answer by result `number` of a joint pass.
     fn say_next(
         &mut self,
         text: &TextSide,
@@ -542,14 +542,14 @@ impl Worker {
         answer.short = None;
         answer.tokens.extend(answer.next.drain(..answer.rows));
         match self.scores(answer, number) {
-            // What its form forces has been chosen already.
+            // Forced tokens were chosen earlier.
             Ok(()) if !answer.next.is_empty() => ControlFlow::Continue(()),
             Ok(()) => self.say(text, answer),
             Err(error) => ControlFlow::Break(Err(unfinished(error))),
         }
     }
 
-    /// Notes that a slice was read, or what becomes of its request.
+    /// Records that a slice was read, or returns the outcome of its request.
     fn note_read(
         &mut self,
         slice: &Slice<'_>,
@@ -579,7 +579,7 @@ impl Worker {
         }
     }
 
-    /// Reads tokens of a prompt; returns how long that took.
+    /// Reads tokens of a prompt in slices; returns the time taken.
     pub(super) fn read_slices(
         &mut self,
         text: &TextSide,
@@ -620,8 +620,8 @@ impl Worker {
         ControlFlow::Continue(began.elapsed())
     }
 
-    /// Appends tokens to the sequence, for a request; plans are put into force between layers. With `greedy`, the token that comes
-    /// next may be found instead of the scores.
+    /// Appends tokens to the sequence for a request; plans are put into force between layers. With `greedy`, the device
+    /// may return the next token instead of the scores.
     fn forward(&mut self, id: RequestId, tokens: &[u32], greedy: bool) -> ControlFlow<Outcome> {
         self.go_on_unless_ended(id)?;
         let Some(model) = self.model.as_mut() else {
@@ -649,7 +649,7 @@ impl Worker {
         outcome
     }
 
-    /// What becomes of a request whose pass of the sequence has failed, with these tokens.
+    /// Returns the outcome of a request whose pass of the sequence has failed, with these tokens.
     fn failed(
         &mut self,
         id: RequestId,
@@ -675,19 +675,19 @@ impl Worker {
                 if let Some(cure) = error.cure() {
                     self.ends = Some((in_one_line(&error), cure));
                 }
-                // Before anything of it is given up.
+                // Before its blocks are released.
                 if let Some(active) = self.engine_loop.of_mut(id) {
                     active.note_kept(&**model, None);
                     active.noted = true;
                 }
                 if matches!(error, ForwardError::Cancelled { .. }) {
-                    // What was computed before it is as good as ever.
+                    // Tokens computed before the cancelled pass are valid.
                     let kept = model.recover() as usize;
                     let missing = kept.saturating_sub(self.sequence.len());
                     self.sequence.extend(tokens.iter().take(missing));
                     self.sequence.truncate(kept);
                 } else {
-                    // Whatever it was, the sequence is lost or worth nothing.
+                    // Any other failure makes the sequence unusable.
                     model.reset();
                     self.sequence.clear();
                 }
@@ -697,32 +697,32 @@ impl Worker {
     }
 }
 
-/// Tokens that the answer to a request is likely to come to.
+/// Expected length of the answer to a request, in tokens.
 fn likely(request: &GenerateRequest) -> u32 {
     request
         .max_tokens
         .map_or(ANSWER_LIKELY, |most| most.get().min(ANSWER_LIKELY))
 }
 
-/// Tokens that an answer of unknown length is taken to come to when another may join it. Our choice: two to three spoken
-/// paragraphs.
+/// Expected length of an answer without a limit, in tokens, when another one asks to join. Our choice: two to three
+/// spoken paragraphs.
 const ANSWER_LIKELY: u32 = 256;
-/// What an answer is taken to come to at least beyond what it has.
+/// Minimum expected remainder of an answer, in tokens.
 const ANSWER_MIN: u32 = 64;
-/// Where in a prompt of so many tokens another one is likely to part from it: a little before the end, where templates
-/// write what begins an answer and leave it out of what was answered before.
+/// Position in a prompt of `prompt` tokens where the next prompt is likely to diverge: shortly before the end, since
+/// templates write a beginning for the answer that they omit from earlier answers.
 fn mark_at(prompt: usize) -> u32 {
     u32::try_from(prompt.saturating_sub(ANSWER_BEGINS) / MARK_STEP * MARK_STEP).unwrap_or(0)
 }
 
-/// Tokens that the templates of Qwen3 and Qwen3.5 write before an answer and not into the next prompt (`<think>`, a blank
-/// line, `</think>`, a blank line), with room for others.
+/// Tokens that the templates of Qwen3 and Qwen3.5 write before an answer but omit from the next prompt (`<think>`, a
+/// blank line, `</think>`, a blank line), with a margin for others.
 const ANSWER_BEGINS: usize = 8;
-/// Marks lie at multiples of this, the length of the pieces in which a recurrent layer can be computed at once, so that a
-/// prompt that goes on from a mark is cut like one that is read from the start.
+/// Alignment of marks: the number of tokens that a recurrent layer computes at once, so that a prompt continued from a
+/// mark is divided as one read from the start.
 const MARK_STEP: usize = 64;
 
-/// How a request ends whose pass failed.
+/// Converts a failed pass to the error of its request.
 fn unfinished(error: ForwardError) -> GenerateError {
     match error {
         ForwardError::NotFinite { position } => GenerateError::NotFinite { position },
@@ -732,12 +732,12 @@ fn unfinished(error: ForwardError) -> GenerateError {
     }
 }
 
-/// The first so many of some tokens.
+/// Returns at most the first `most` of some tokens.
 fn beginning(tokens: &[u32], most: usize) -> &[u32] {
     tokens.get(..most).unwrap_or(tokens)
 }
 
-/// Tokens of a prompt by which a pass takes longer than `round` by no more than [`SLICE_SHARE`], where `tokens` took `spent`.
+/// Returns the slice length that prolongs a pass of `round` by at most [`SLICE_SHARE`] of it, if `tokens` took `spent`.
 fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
     let share = SLICE_SHARE * round.as_secs_f64() / spent.as_secs_f64().max(1e-6);
     let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
@@ -750,16 +750,16 @@ fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
     slice.max(SLICE_MIN)
 }
 
-/// The first slice of a prompt that is read beside answers, before its speed is known.
+/// First slice of a prompt read beside answers, in tokens, before its speed is known.
 const SLICE_FIRST: usize = 4;
-/// The least tokens of one: with fewer, a prompt takes as many passes as an answer.
+/// Smallest slice: with fewer tokens, a prompt takes as many passes as an answer.
 const SLICE_MIN: usize = 4;
-/// The most tokens of one.
+/// Largest slice, in tokens.
 const SLICE_MAX: f64 = 4096.0;
-/// What a slice adds to the time of a pass, as a share of it: answers beside a prompt take no more than twice their time, with a
-/// fifth to spare for slices whose time is judged by the one before.
+/// Time that a slice adds to a pass, as a share of it. Answers beside a prompt take at most twice their time; a fifth
+/// is a margin, since the time of a slice is estimated from the previous one.
 const SLICE_SHARE: f64 = 0.8;
-/// How many times as long as the one before it a slice may be. Our choice.
+/// Maximum growth from one slice to the next. Our choice.
 const SLICE_GROWTH: f64 = 2.0;
-/// After so many slices a pass without one is measured. Our choice: a plan may have changed how long it takes.
+/// Number of slices after which a pass without one is measured: a plan may have changed its time. Our choice.
 const SLICES_MEASURED: usize = 32;

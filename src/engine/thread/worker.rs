@@ -1,4 +1,4 @@
-//! State of the engine's thread: plans in force, places for the next tokens of answers, their output and their end.
+//! State of the engine's thread: plans, capacity for answers, their output and their end.
 
 use std::{
     ops::ControlFlow,
@@ -26,62 +26,61 @@ use cotenant_units::{Tokens, causes::in_one_line};
 
 pub(super) struct Worker {
     pub(super) model: Option<Box<dyn LanguageModel>>,
-    /// Why the thread ends, so that the model is loaded into a new engine, and what that needs: its file cannot be read or holds
-    /// another one, the device has failed, or the weights are damaged.
+    /// Why the thread ends and the model must be loaded into a new engine, with the remedy: its file cannot be read or
+    /// was replaced, the device has failed, or the weights are damaged.
     pub(super) ends: Option<(String, Cure)>,
-    /// Answers in a row that ended in results that are not finite.
+    /// Consecutive answers that ended in non-finite results.
     pub(super) not_finite: u32,
-    /// Those that are under way, their prompts read.
+    /// Answers in progress, with their prompts read.
     pub(super) answers: Vec<Answer>,
-    /// Whether another prompt is being read, in slices, between which they go on.
+    /// Whether another prompt is being read in slices, between which the answers proceed.
     pub(super) reads: bool,
-    /// How long they took to go on by a token each.
+    /// Time of the last round, in which each answer advanced by a token.
     pub(super) round_takes: Duration,
-    /// How long passes of an answer that is alone take.
+    /// Pass times of a single answer.
     pub(super) speed: PassSpeed,
-    /// What a load that failed has left to reads that hang.
+    /// Memory that a failed load has left to hanging reads.
     pub(super) left: Retained,
     pub(super) text: Option<Arc<TextSide>>,
     pub(super) opener: Opener,
-    /// The sequence that the model has: the tokens of an answer that is alone, of the last one, or of the prompt that is being
-    /// read, as far as they were computed.
+    /// Computed tokens of the model's sequence: those of a single answer, of the last one, or of the prompt being read.
     pub(super) sequence: Vec<u32>,
     pub(super) logits: Vec<f32>,
-    /// The token that comes next, where it has been found without `logits`.
+    /// The next token, if it was found without `logits`.
     pub(super) greatest: Option<u32>,
     pub(super) engine_loop: EngineLoop,
 }
 
-/// An answer as it is written.
+/// An answer in progress.
 pub(super) struct Answer {
     pub(super) id: RequestId,
-    /// Where its conversation is set aside; `None` for the one that has the model's sequence.
+    /// Lane of its conversation; `None` if it owns the model's sequence.
     pub(super) lane: Option<Lane>,
-    /// The tokens of a conversation that is set aside, as far as they were computed.
+    /// Computed tokens of a lane.
     pub(super) tokens: Vec<u32>,
-    /// The last tokens that were said, which are to be computed next.
+    /// The last emitted tokens, which are computed next.
     pub(super) next: Vec<u32>,
-    /// How many of them the next pass computes.
+    /// Number of `next` tokens in the next pass.
     pub(super) rows: usize,
     pub(super) drafter: Drafter,
     pub(super) generated: u32,
-    /// Since when there has been no place for another token.
+    /// Time since which there has been no place for another token.
     pub(super) short: Option<Instant>,
     pub(super) sampler: Sampler,
     pub(super) stops: StopStrings,
     pub(super) stream: TextStream,
-    /// Control tokens that are read as text, since thoughts and calls are found by them.
+    /// Control tokens that are decoded as text, since they delimit thoughts and calls.
     pub(super) tags: Vec<(u32, &'static str)>,
     pub(super) mask: Option<Box<dyn TokenMask>>,
     pub(super) max_tokens: u32,
-    /// What stays where its oldest tokens may be dropped.
+    /// Tokens kept when the oldest are dropped; `None` if dropping is not allowed.
     pub(super) sinks: Option<Tokens>,
-    /// Whether a token of the model has ended it.
+    /// Whether an end token of the model has ended it.
     pub(super) ended: bool,
 }
 
 impl Answer {
-    /// Whether the token that comes next may be found without scores.
+    /// Whether the next token can be found without scores.
     pub(super) fn is_greedy(&self) -> bool {
         self.mask.is_none() && self.sampler.is_greedy()
     }
@@ -104,7 +103,7 @@ impl Worker {
             return;
         };
         if self.engine_loop.active.is_empty() && plan.kv_capacity.get() < model.position() {
-            // The last answer is only kept in case the next prompt continues it.
+            // The last answer is kept only for a prompt that continues it.
             let kept = model.keep(plan.kv_capacity.get());
             self.sequence.truncate(kept as usize);
             self.engine_loop.state.position = Tokens::new(kept);
@@ -122,7 +121,7 @@ impl Worker {
                 self.engine_loop.applied(revision, report);
             }
             Err(error) => {
-                // A part of it may have been done.
+                // Part of the plan may be in force.
                 self.engine_loop.note_held(&**model);
                 self.engine_loop
                     .apply_failed(revision, ApplyFailure::of(&error));
@@ -133,7 +132,7 @@ impl Worker {
         }
     }
 
-    /// The command point between two tokens: here plans are put into force.
+    /// Command point between two tokens, where plans are put into force.
     pub(super) fn take_commands(&mut self) {
         self.engine_loop.point();
         if let Some((revision, plan)) = self.engine_loop.take_plan() {
@@ -141,7 +140,7 @@ impl Worker {
         }
     }
 
-    /// The same, for a request that may be ended by it.
+    /// Command point for a request, which it may end.
     pub(super) fn between_tokens(&mut self, id: RequestId) -> ControlFlow<Outcome> {
         self.take_commands();
         self.go_on_unless_ended(id)
@@ -152,7 +151,7 @@ impl Worker {
         ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
-    /// How many answers may run together now; none without a model.
+    /// Maximum number of concurrent answers; 0 without a model.
     pub(super) fn answers_max(&self) -> usize {
         let most = self.engine_loop.shared.options().answers_max;
         let model = self.model.as_ref();
@@ -166,7 +165,7 @@ impl Worker {
             .map_or(Tokens::ZERO, |model| model.plan().kv_capacity)
     }
 
-    /// Takes what the model has dropped out of the sequence as well.
+    /// Removes the tokens dropped by the model from the sequence.
     pub(super) fn note_dropped(&mut self) {
         let Some(model) = self.model.as_ref() else {
             return;
@@ -183,20 +182,20 @@ impl Worker {
         }
     }
 
-    /// Publishes what a pass has changed of what is held.
+    /// Publishes changes of held memory after a pass.
     pub(super) fn note_computed(&mut self, broken: bool) {
         self.note_dropped();
         if let Some(model) = self.model.as_ref() {
             self.engine_loop.state.untouched = model.untouched();
-            // A read that hangs keeps its ring, and another one is beside it now.
+            // A hanging read keeps its ring, and a second ring exists now.
             if broken || self.engine_loop.state.breakdown.is_none() {
                 self.engine_loop.note_held(&**model);
             }
         }
     }
 
-    /// Finds a place for another token of the answer that is alone: asks for more capacity before there is none, drops the oldest
-    /// where the request allows that, and waits for capacity otherwise. Ends the answer where none comes.
+    /// Finds a place for another token of a single answer: requests more capacity before it runs out, drops the oldest
+    /// tokens if the request allows it, and else waits for capacity. Ends the answer if none is granted.
     pub(super) fn find_room(&mut self, id: RequestId, limit: Tokens) -> ControlFlow<Outcome> {
         let position = Tokens::new(position_of(&self.sequence));
         let capacity = self.capacity();
@@ -223,7 +222,7 @@ impl Worker {
         self.wait_for_room(id, position, limit)
     }
 
-    /// Waits for more capacity than `position`, for at most [`ROOM_PATIENCE`], and takes commands meanwhile.
+    /// Waits for a capacity above `position`, for at most [`ROOM_PATIENCE`], and takes commands meanwhile.
     fn wait_for_room(
         &mut self,
         id: RequestId,
@@ -251,7 +250,7 @@ impl Worker {
         }
     }
 
-    /// Which of some answers have a place for another token, and which have not.
+    /// Splits answers into those with a place for another token and those without.
     pub(super) fn with_places(
         &mut self,
         limit: Tokens,
@@ -272,7 +271,8 @@ impl Worker {
         (ready, short)
     }
 
-    /// How an answer without a place ends, if it does: its patience is over, and none beside it may end before and leave its own.
+    /// Returns how an answer without a place ends, if it does: its patience is over, and no other answer may end first
+    /// and leave its places.
     pub(super) fn ends_short(
         &mut self,
         limit: Tokens,
@@ -293,7 +293,7 @@ impl Worker {
         ends.then(|| self.no_room(answer.id, capacity))
     }
 
-    /// Why there is no place for another token: the end of the context, or less capacity than there was.
+    /// Returns why there is no place for another token: the end of the context, or reclaimed capacity.
     pub(super) fn no_room(&self, id: RequestId, capacity: Tokens) -> FinishReason {
         let before = self
             .engine_loop
@@ -306,7 +306,7 @@ impl Worker {
         }
     }
 
-    /// What may be dropped of the sequence; nothing while several answers are under way.
+    /// Sets the tokens kept when the sequence drops its oldest; forbids dropping while several answers are in progress.
     pub(super) fn allow_dropping(&mut self, sinks: Option<Tokens>) {
         let sinks = sinks.filter(|_| self.answers.is_empty());
         if let Some(model) = self.model.as_mut() {
@@ -314,7 +314,7 @@ impl Worker {
         }
     }
 
-    /// Sets the answer that has the model's sequence aside, so that another can have it.
+    /// Makes the answer that owns the model's sequence a lane.
     pub(super) fn set_aside(&mut self) {
         let own = self.answers.iter_mut().find(|answer| answer.lane.is_none());
         let Some((answer, model)) = own.zip(self.model.as_mut()) else {
@@ -327,13 +327,13 @@ impl Worker {
         }
     }
 
-    /// Whether an answer was set aside and cannot be gone on with as it is.
+    /// Whether an answer's lane has lost its state.
     pub(super) fn is_lost(&self, answer: &Answer) -> bool {
         let lane = answer.lane.zip(self.model.as_ref());
         lane.is_some_and(|(lane, model)| model.is_lost(lane))
     }
 
-    /// The answer that is left alone has the model's sequence again.
+    /// Returns the sequence to the only answer left.
     pub(super) fn take_up(&mut self) {
         let Some(model) = self.model.as_mut().filter(|_| !self.reads) else {
             return;
@@ -348,7 +348,7 @@ impl Worker {
         }
     }
 
-    /// Says the token that follows what was computed last of an answer.
+    /// Emits the token that follows the last computed one of an answer.
     pub(super) fn say(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
         if answer.generated >= answer.max_tokens {
             return ControlFlow::Break(Ok(FinishReason::Length));
@@ -369,7 +369,7 @@ impl Worker {
                 value: f32::NEG_INFINITY,
                 ..
             }) if answer.mask.is_some() => {
-                // What the form allows is not among what the model may say.
+                // No sayable token is allowed by the form.
                 return ControlFlow::Break(Err(GenerateError::Form {
                     message: "no token that the model may say goes on with it".to_owned(),
                 }));
@@ -405,7 +405,7 @@ impl Worker {
         now
     }
 
-    /// Writes a token of an answer, which is to be computed next.
+    /// Appends a token to an answer's output and to its tokens to compute.
     fn write(&mut self, text: &TextSide, answer: &mut Answer, token: u32) -> ControlFlow<Outcome> {
         let now = self.count(answer);
         answer.next.push(token);
@@ -422,7 +422,7 @@ impl Worker {
         met.map_or(ControlFlow::Continue(()), |met| ControlFlow::Break(Ok(met)))
     }
 
-    /// Writes the tokens about which the form of an answer leaves no choice; they are computed with the one before them.
+    /// Appends the tokens forced by an answer's form; they are computed with the one before them.
     fn write_forced(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
         loop {
             if let Some(mask) = &mut answer.mask {
@@ -457,7 +457,7 @@ impl Worker {
         }
     }
 
-    /// Waits until a mask can be asked, and takes commands meanwhile.
+    /// Waits until a mask is ready, and takes commands meanwhile.
     fn wait_for(&mut self, id: RequestId, mask: &mut dyn TokenMask) -> ControlFlow<Outcome> {
         while !in_form(mask.is_ready(MASK_SLICE))? {
             self.between_tokens(id)?;
@@ -469,8 +469,8 @@ impl Worker {
     pub(super) fn end(&mut self, mut answer: Answer, outcome: Outcome) {
         let mut rest = answer.stops.finish();
         if answer.ended {
-            // Only an answer that the model has ended stops in the middle of a character by its own doing; behind a stop string
-            // there is nothing to report.
+            // Only an answer ended by the model can stop within a character; after a stop string there is nothing to
+            // report.
             rest.push_str(&answer.stream.finish());
         }
         self.note_outcome(&outcome);
@@ -484,20 +484,21 @@ impl Worker {
                 Some(lane) => model.leave(lane),
                 None => model.allow_dropping(None),
             }
-            // Also of a cancelled answer everything is kept: who interrupts usually goes on with the same conversation. But
-            // what was read with tokens before it that are not there any more is not the beginning of any prompt.
+            // A cancelled answer is kept completely, since the next prompt usually continues it. After dropped tokens,
+            // the rest is a prefix of no prompt.
             if dropped > Tokens::ZERO {
                 model.reset();
                 self.sequence.clear();
             }
             self.engine_loop.state.position = model.held();
-            // More than its plan says where a read hung, or its form needed tables.
+            // More than the plan's if a read hung or the form needed tables.
             self.engine_loop.note_held(&**model);
         }
         self.engine_loop.finish(answer.id, &rest, outcome);
     }
 
-    /// Gives the model up once answers in a row have ended in results that are not finite: a single one may be due to its prompt.
+    /// Ends the engine after several consecutive answers with non-finite results; a single one may be due to its
+    /// prompt.
     fn note_outcome(&mut self, outcome: &Outcome) {
         match outcome {
             Err(error @ GenerateError::NotFinite { .. }) => {
@@ -524,28 +525,28 @@ pub(super) fn position_of(sequence: &[u32]) -> u32 {
     u32::try_from(sequence.len()).unwrap_or(u32::MAX)
 }
 
-/// Tokens of room at which a running answer asks for more: one block, which takes seconds to write where layers are
-/// streamed, and a plan milliseconds.
+/// Remaining tokens at which a running answer requests more capacity: one block, which takes seconds to write with
+/// streamed layers, while a plan takes milliseconds.
 const ROOM_LOW: u32 = 64;
-/// How long a running answer without room waits for it, and after which it asks again ahead of that. Our choice: some
-/// sheds and their settle time are over by then, and who listens still does.
+/// Time for which a running answer without capacity waits, and after which it repeats an early request. Our choice:
+/// long enough for some sheds and their settle time, short enough for a listener.
 const ROOM_PATIENCE: Duration = Duration::from_secs(1);
-/// How often it asks again while it waits.
+/// Interval of its requests while it waits.
 const ROOM_PAUSE: Duration = Duration::from_millis(100);
-/// How often it looks whether there is room.
+/// Interval of its checks for capacity.
 pub(super) const ROOM_LOOK: Duration = Duration::from_millis(1);
 
-/// The most tokens that are computed at once since a form leaves no choice about them. Our choice: as many as the names and
-/// punctuation of some tool calls; a form that forces more of them goes on token by token.
+/// Maximum number of forced tokens computed at once. Our choice: enough for the names and punctuation of some tool
+/// calls; further forced tokens are computed one by one.
 const FORCED_MAX: usize = 64;
 
-/// Answers in a row with results that are not finite after which the model is given up. Our choice.
+/// Consecutive answers with non-finite results after which the model is unloaded. Our choice.
 const NOT_FINITE_MAX: u32 = 3;
 
-/// How often the wait for a mask takes commands.
+/// Interval of command points while waiting for a mask.
 const MASK_SLICE: Duration = Duration::from_millis(5);
 
-/// What the mask of an answer's form says, or the end of the answer.
+/// Converts a mask error to the outcome of the answer.
 fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
     match said {
         Ok(value) => ControlFlow::Continue(value),
