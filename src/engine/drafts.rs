@@ -186,7 +186,7 @@ const RIGHT_LONG: f64 = 0.75;
 /// Cost assumed for each additional token until measured. Two cores of an EPYC with AVX-512, SmolLM2 135M Q4_1: a pass of four
 /// answers takes 1.8 times as long as of one.
 const MORE_UNKNOWN: f64 = 0.25;
-/// Least expected gain. Our choice: estimates vary by more than nothing.
+/// Minimum expected gain. Our choice: a margin for the variance of the estimates.
 const GAIN_MIN: f64 = 0.05;
 /// Passes after which one token is drafted although drafting does not pay, to update the rate. At the assumed cost, 0.8 % of
 /// the time.

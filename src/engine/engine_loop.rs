@@ -1,4 +1,4 @@
-//! Command points of the engine's thread and its reports: everything of the thread but the model.
+//! Command points of the engine's thread, and its reports.
 
 use std::{
     collections::VecDeque,
@@ -24,44 +24,44 @@ use cotenant_memory::emergency;
 use cotenant_policy::{engine_failure::Cure, lease::Class, residency::EnginePlan};
 use cotenant_units::{Bytes, Tokens};
 
-/// How a request ended.
+/// Result of a request.
 pub(super) type Outcome = Result<FinishReason, GenerateError>;
 
-/// All of the thread's state but the model, so that it is at hand while the model computes.
+/// State of the engine's thread except the model, available while the model computes.
 pub(super) struct EngineLoop {
     pub(super) shared: Arc<Shared>,
     pub(super) state: EngineSnapshot,
-    /// The requests being answered, in the order in which they began.
+    /// Active requests, in the order of their starts.
     pub(super) active: Vec<Active>,
     sink: mpsc::Sender<EngineEvent>,
-    /// Events that the daemon waits for and its sink has no room for: at most two for each of its own commands.
+    /// Events that must reach the daemon but found its sink full: at most two per command of the daemon.
     outbox: VecDeque<EngineEvent>,
-    /// A model that was asked for.
+    /// A requested model that is not loaded yet.
     load: Option<(PathBuf, EnginePlan)>,
-    /// A plan that was taken, and is not in force yet.
+    /// A plan that was taken but is not in force yet.
     plan: Option<(u64, EnginePlan)>,
     last_point: Option<Instant>,
-    /// What of [`EngineSnapshot::held`] reads that hang kept when it was noted.
+    /// Part of [`EngineSnapshot::held`] that hanging reads kept when it was recorded.
     pub(super) left_noted: Bytes,
 }
 
-/// A request being answered.
+/// Active request.
 pub(super) struct Active {
     pub(super) queued: Queued,
     pub(super) usage: Usage,
     pub(super) started: Instant,
     pub(super) first_token: Option<Instant>,
-    /// KV capacity when it started.
+    /// KV capacity at its start.
     pub(super) capacity: Tokens,
-    /// Tokens that prompt and answer may come to.
+    /// Maximum length of prompt and answer.
     most: Tokens,
-    /// When more capacity was asked for last.
+    /// Time of its last request for capacity.
     asked_at: Option<Instant>,
-    /// Its usage says how its tokens were kept: those of a pass that was not finished are given up before it ends.
+    /// Whether its usage describes its KV tokens: recorded early if an incomplete pass releases them before the end.
     pub(super) noted: bool,
-    /// Whether each of its tokens has taken a pass of its own.
+    /// Whether each of its tokens took a pass of its own.
     pub(super) own_passes: bool,
-    /// How it is to end, since a command point has found that it is.
+    /// Outcome found by a command point; the request ends with it.
     ended: Option<Outcome>,
 }
 
@@ -73,7 +73,8 @@ impl Active {
             .is_some_and(|deadline| deadline <= now)
     }
 
-    /// Whether its time is up: all of it, or that which it may write while a request of class `most_urgent` waits.
+    /// Whether its time limit has passed: the total one, or the one while a request at least as urgent as its class
+    /// waits.
     fn is_cut(&self, now: Instant, most_urgent: Option<Class>) -> bool {
         let request = &self.queued.request;
         let since = |began: Instant, most: Option<Duration>| {
@@ -87,7 +88,7 @@ impl Active {
                     .is_some_and(|began| since(began, request.time_shared))
     }
 
-    /// Notes how its tokens are kept, and how many are not, unless that has been noted already.
+    /// Records the KV precision and the number of dropped tokens, unless done before.
     pub(super) fn note_kept(&mut self, model: &dyn LanguageModel, lane: Option<Lane>) {
         if !self.noted {
             self.usage.kv_type = model.kv_precision(lane);
@@ -115,9 +116,9 @@ impl EngineLoop {
 
     // Command points.
 
-    /// Takes what there is to take, and notes which of the active requests are to end.
+    /// Takes a command and records which active requests must end.
     ///
-    /// A plan is only kept for [`Self::take_plan`], because this may be called in the middle of a computation.
+    /// A plan is only stored for [`Self::take_plan`], since this may be called during a computation.
     pub(super) fn point(&mut self) {
         let now = Instant::now();
         if let Some(last) = self.last_point.replace(now) {
@@ -174,28 +175,28 @@ impl EngineLoop {
         }
     }
 
-    /// How an active request is to end, if it is.
+    /// Outcome of an active request that must end.
     pub(super) fn ended(&self, id: RequestId) -> Option<&Outcome> {
         self.of(id)?.ended.as_ref()
     }
 
-    /// An active request.
+    /// Returns an active request.
     pub(super) fn of(&self, id: RequestId) -> Option<&Active> {
         self.active.iter().find(|one| one.queued.request.id == id)
     }
 
-    /// The same, to change it.
+    /// Returns an active request, mutably.
     pub(super) fn of_mut(&mut self, id: RequestId) -> Option<&mut Active> {
         let mut all = self.active.iter_mut();
         all.find(|one| one.queued.request.id == id)
     }
 
-    /// What is published of an active request.
+    /// Published state of an active request.
     pub(super) fn running_mut(&mut self, id: RequestId) -> Option<&mut RunningRequest> {
         self.state.running.iter_mut().find(|one| one.id == id)
     }
 
-    /// Whether something waits for what is under way to end: an order, the end of a request, or of all.
+    /// Whether the current work should end: for a command, the end of a request, or a stop.
     pub(super) fn is_pressed(&self) -> bool {
         let (now, unread) = (Instant::now(), self.shared.options().unread_limit);
         let ends = |active: &Active| {
@@ -206,7 +207,7 @@ impl EngineLoop {
         self.shared.is_pressed(now) || self.active.iter().any(ends)
     }
 
-    /// Hands a token of a request and the text that it made certain to the reader.
+    /// Passes a token and its decoded text to the reader of a request.
     pub(super) fn deliver(
         &mut self,
         id: RequestId,
@@ -222,34 +223,35 @@ impl EngineLoop {
         reader_left(reader, now, unread).map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
-    /// The plan that was taken and is to be put into force.
+    /// Takes the plan to put into force.
     pub(super) const fn take_plan(&mut self) -> Option<(u64, EnginePlan)> {
         self.plan.take()
     }
 
-    /// The model that is to be loaded.
+    /// Takes the model to load.
     pub(super) const fn take_load(&mut self) -> Option<(PathBuf, EnginePlan)> {
         self.load.take()
     }
 
-    /// Time spent from now on does not count as a gap between command points.
+    /// Excludes the time until the next command point from the gap statistics.
     pub(super) const fn rest(&mut self) {
         self.last_point = None;
     }
 
-    // Telling.
+    // Reports.
 
-    /// Tells the daemon something it waits for. If its sink is full the event waits here, so that no answer has to.
+    /// Reports an event that the daemon needs. If its sink is full, the event waits in the outbox, without blocking an
+    /// answer.
     pub(super) fn tell(&mut self, event: EngineEvent) {
         self.outbox.push_back(event);
         self.tell_waiting();
     }
 
-    /// Sends what waits to be reported, as far as there is room; returns whether all is sent.
+    /// Sends events of the outbox while the sink has room; returns whether all were sent.
     pub(super) fn tell_waiting(&mut self) -> bool {
         while let Some(event) = self.outbox.pop_front() {
             match self.sink.try_send(event) {
-                // A daemon that is not there any more needs no report.
+                // A daemon that has ended needs no report.
                 Ok(()) | Err(TrySendError::Closed(_)) => {}
                 Err(TrySendError::Full(event)) => {
                     self.outbox.push_front(event);
@@ -260,19 +262,19 @@ impl EngineLoop {
         true
     }
 
-    /// Tells the daemon something it can do without.
+    /// Reports an event that may be dropped.
     pub(super) fn mention(&mut self, event: EngineEvent) {
         if !self.outbox.is_empty() || self.sink.try_send(event).is_err() {
             self.state.events_dropped = self.state.events_dropped.saturating_add(1);
         }
     }
 
-    /// Publishes the present state.
+    /// Publishes the current state.
     pub(super) fn publish(&self) {
         self.shared.publish(self.state.clone());
     }
 
-    /// Tells that a plan is in force.
+    /// Reports that a plan is in force.
     pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
         self.state.revision = Some(revision);
         self.note_report(&report);
@@ -283,7 +285,7 @@ impl EngineLoop {
         });
     }
 
-    /// Publishes what a report says.
+    /// Copies a report into the published state.
     fn note_report(&mut self, report: &ApplyReport) {
         if self
             .state
@@ -299,15 +301,15 @@ impl EngineLoop {
         self.publish();
     }
 
-    /// Tells that a plan could not be put into force.
+    /// Reports a plan that could not be put into force.
     pub(super) fn apply_failed(&mut self, revision: u64, error: ApplyFailure) {
         self.publish();
         self.tell(EngineEvent::ApplyFailed { revision, error });
     }
 
-    /// Notes what the model holds, whether or not it is what was asked for.
+    /// Records the memory and plan of the model, as requested or not.
     pub(super) fn note_held(&mut self, model: &dyn LanguageModel) {
-        // Before the rest, which may be read when less is left.
+        // Before the breakdown, whose value may be lower if a read returns meanwhile.
         self.left_noted = model.left();
         let breakdown = Arc::new(model.breakdown());
         self.state.plan = Some(Arc::new(model.plan().clone()));
@@ -317,7 +319,7 @@ impl EngineLoop {
         self.state.kept = model.kept_conversations().into();
     }
 
-    /// Begins with a request.
+    /// Activates a request.
     pub(super) fn begin(&mut self, queued: Queued, capacity: Tokens) {
         let started = Instant::now();
         let prompt_tokens = Tokens::new(u32::try_from(queued.prompt.len()).unwrap_or(u32::MAX));
@@ -368,14 +370,14 @@ impl EngineLoop {
         self.publish();
     }
 
-    /// Notes how many tokens of a draft were right.
+    /// Counts drafted and accepted tokens.
     pub(super) const fn drafted(&mut self, tokens: usize, accepted: usize) {
         let state = &mut self.state;
         state.tokens_drafted = state.tokens_drafted.saturating_add(tokens as u64);
         state.drafts_accepted = state.drafts_accepted.saturating_add(accepted as u64);
     }
 
-    /// Notes how much of a request's prompt is in the KV cache already, and what all take of it.
+    /// Records the cached tokens of a request's prompt, and the KV tokens of all requests.
     pub(super) fn reused(&mut self, id: RequestId, cached: Tokens, held: Tokens) {
         if let Some(running) = self.running_mut(id) {
             running.cached = cached;
@@ -384,13 +386,13 @@ impl EngineLoop {
         self.publish();
     }
 
-    /// Counts tokens of a prompt that were computed.
+    /// Counts computed tokens of a prompt.
     pub(super) fn prefilled(&mut self, tokens: u32, took: Duration) {
         self.state.tokens_prefilled = self
             .state
             .tokens_prefilled
             .saturating_add(u64::from(tokens));
-        // A handful of tokens says more about the clock than about the rate.
+        // Too few tokens measure overhead rather than the rate.
         if tokens >= PREFILL_MEASURED && !took.is_zero() {
             self.state.prefill_per_second = f64::from(tokens) / took.as_secs_f64();
         }
@@ -421,8 +423,8 @@ impl EngineLoop {
         self.publish();
     }
 
-    /// Asks for more KV capacity than `capacity`, of which a request's answer has used `position`, and others `beside` it; not
-    /// before `pause` after it asked last. Returns whether more may be had at all.
+    /// Requests more KV capacity than `capacity`, of which a request uses `position` tokens and others `beside`, unless
+    /// its last request is less than `pause` ago. Returns whether more capacity is possible.
     pub(super) fn ask_for_room(
         &mut self,
         id: RequestId,
@@ -458,7 +460,7 @@ impl EngineLoop {
         true
     }
 
-    /// Ends a request: `rest` is text that was held back, the last of the answer.
+    /// Ends a request; `rest` is the last text of the answer, which was held back.
     pub(super) fn finish(&mut self, id: RequestId, rest: &str, outcome: Outcome) {
         self.last_point = None;
         self.shared.done(id);
@@ -482,7 +484,7 @@ impl EngineLoop {
             own_passes,
             ..
         } = active;
-        // A mean that forgets: three parts what was known, one part the last answer.
+        // Moving average: three parts of the previous value, one part of the last answer.
         let (known, took) = (self.state.answer_takes, started.elapsed());
         self.state.answer_takes = if known.is_zero() {
             took
@@ -527,12 +529,13 @@ impl EngineLoop {
             prompt_took: timed.map(|first| first.saturating_duration_since(started)),
             took: started.elapsed(),
         });
-        // The numbers are there before the requester can ask for them.
+        // Publish the counters before the client can read them.
         self.publish();
         reply.end(rest, outcome, usage);
     }
 
-    /// Takes nothing more and answers every waiting request. `failure` says why, when it was not asked for.
+    /// Refuses further requests and answers all waiting ones; `failure` is the reason if the engine was not stopped on
+    /// purpose.
     pub(super) fn close(&mut self, failure: Option<Broken>) {
         let message = failure.as_ref().map(|failure| failure.message.clone());
         let cure = failure
@@ -556,7 +559,7 @@ impl EngineLoop {
         self.state.breakdown = None;
         self.state.position = Tokens::ZERO;
         self.state.queued = 0;
-        // Published first, so that requests refused from here on state the reason.
+        // Publish first: requests refused from now on state the reason.
         self.publish();
         let left = self.shared.close();
         while let Some(active) = self.active.first() {
@@ -613,21 +616,22 @@ impl EngineLoop {
     }
 }
 
-/// Tokens that a running answer asks to have room for: two blocks, so that it asks again when it has written one.
+/// KV capacity requested beyond the position of a running answer, in tokens: two blocks, so that it requests again
+/// after one.
 const ROOM_ASKED: u32 = 128;
 
-/// Our choice: fewer tokens of a prompt than this do not tell the rate of a long one.
+/// Minimum prompt length for a measurement of the prefill rate. Our choice.
 const PREFILL_MEASURED: u32 = 16;
 
-/// Why the thread ends, when it was not asked to.
+/// Reason for an unplanned end of the thread.
 pub(super) struct Broken {
     pub(super) message: String,
     pub(super) cure: Cure,
-    /// What reads that hang keep of its model.
+    /// Memory of its model kept by hanging reads.
     pub(super) hung: Option<Retained>,
 }
 
-/// The cancellation that a reader's conduct amounts to, if it does: one that reads nothing for so long has gone.
+/// Returns the cancellation for a reader that has disconnected or has read nothing for `unread`.
 fn reader_left(reader: Reader, now: Instant, unread: Duration) -> Option<Outcome> {
     let left = match reader {
         Reader::Gone => true,
@@ -637,8 +641,8 @@ fn reader_left(reader: Reader, now: Instant, unread: Duration) -> Option<Outcome
     left.then_some(Ok(FinishReason::Cancelled))
 }
 
-/// The engine_loop while the model computes: takes plans between two layers and within one, and stops the computation once all
-/// requests that it is for have ended.
+/// Checkpoint during a pass: takes plans between and within layers, and stops the pass once all of its requests have
+/// ended.
 pub(super) struct BetweenLayers<'engine> {
     engine_loop: &'engine mut EngineLoop,
     requests: &'engine [RequestId],
@@ -688,12 +692,12 @@ impl Checkpoint for BetweenLayers<'_> {
             .is_ok_and(|report| report.grown == Bytes::ZERO);
         emergency::within_if(sheds, || match result {
             Ok(report) => {
-                // The breakdown that is known is that of the plan before.
+                // The known breakdown belongs to the previous plan.
                 self.engine_loop.state.breakdown = None;
                 self.engine_loop.applied(self.revision, report);
             }
             Err(error) => {
-                // A part of it may have been done.
+                // Part of the plan may be in force.
                 self.engine_loop.state.breakdown = None;
                 self.engine_loop
                     .apply_failed(self.revision, ApplyFailure::of(&error));

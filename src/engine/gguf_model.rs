@@ -1,4 +1,4 @@
-//! A GGUF file as a [`LanguageModel`], with what its tokenizer holds.
+//! A GGUF file as a [`LanguageModel`], including the memory of its tokenizer.
 
 use std::{
     io,
@@ -33,17 +33,17 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens, page};
 
-/// A GGUF model and its tokenizer, whose tables are some 33 MiB for 152 000 tokens.
+/// A GGUF model and its tokenizer, whose tables take about 33 MiB for 152 000 tokens.
 pub(super) struct GgufModel {
     model: Model,
     shape: ModelShape,
-    /// What the tokenizer's tables hold.
+    /// Memory of the tokenizer's tables.
     tables: Bytes,
     helper: Arc<Helper>,
 }
 
 impl GgufModel {
-    /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
+    /// Returns the memory layout of a file's model, including its text side; refuses a header that cannot be opened.
     pub(super) fn inspect(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -55,8 +55,8 @@ impl GgufModel {
         Ok(inspected)
     }
 
-    /// The same, and refuses what [`open`](Self::open) would refuse of a whole file, as far as that shows without building
-    /// the tokenizer, which takes most of a second.
+    /// As [`Self::inspect`], and refuses a file that [`open`](Self::open) would refuse, as far as this is known without
+    /// building the tokenizer, which takes most of a second.
     pub(super) fn foresee(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -68,7 +68,7 @@ impl GgufModel {
         Ok(inspected)
     }
 
-    /// The same, with its tokenizer and template made as [`open`](Self::open) makes them.
+    /// As [`Self::foresee`], and builds tokenizer and template like [`open`](Self::open).
     pub(super) fn check(
         path: &Path,
         vocabulary: Option<&Sayable>,
@@ -100,7 +100,7 @@ impl GgufModel {
         Ok((inspected, header))
     }
 
-    /// Opens a file with a first plan, made for the model that is `expected`.
+    /// Opens a file with an initial plan, made for the `expected` model.
     pub(super) fn open(
         path: &Path,
         plan: &EnginePlan,
@@ -134,7 +134,7 @@ impl GgufModel {
         }
         model.forget_lists();
         model.settle();
-        // What the form of an answer needs is leased from the start, and made when it is first asked for.
+        // Memory for the form of an answer is leased from the start, and allocated at first use.
         let shape = with_text(model.shape().clone(), leased);
         Ok(Opened {
             model: Box::new(Self {
@@ -147,7 +147,7 @@ impl GgufModel {
         })
     }
 
-    /// Makes the text side while the model begins to read its weights: neither needs the other.
+    /// Builds the text side while the model begins to read its weights; the two are independent.
     fn begin(
         opening: Opening,
         plan: &EnginePlan,
@@ -170,7 +170,7 @@ impl GgufModel {
     }
 }
 
-/// What the tokenizer of a header holds once it is made, of [`TextSide::bytes_max`].
+/// Memory of a header's tokenizer, a part of [`TextSide::bytes_max`].
 fn tables_bytes(header: &Header) -> Bytes {
     Tokenizer::heap_bytes(header).round_up(page())
 }
@@ -183,13 +183,13 @@ fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
 }
 
 impl GgufModel {
-    /// What the text side holds now.
+    /// Memory of the text side now.
     fn text_held(&self) -> Bytes {
         self.tables.saturating_add(self.helper.held())
     }
 }
 
-/// Tells of a model's reports with what the text side holds.
+/// Checkpoint that adds the memory of the text side to the model's reports.
 struct WithText<'checkpoint> {
     text: Bytes,
     checkpoint: &'checkpoint mut dyn Checkpoint,
@@ -225,7 +225,7 @@ fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
     }
 }
 
-/// The token that a device has found; otherwise the scores go into `logits`.
+/// Returns the token found by the device; otherwise copies the scores to `logits`.
 fn greatest(scores: Scores<'_>, logits: &mut Vec<f32>) -> Option<u32> {
     match scores {
         Scores::Greatest(token) => Some(token),

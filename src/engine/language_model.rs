@@ -1,4 +1,4 @@
-//! The model as the engine's thread uses it: one sequence, plans, and what is held.
+//! The model as seen by the engine's thread: sequences, plans and memory.
 
 use std::{io, path::Path};
 
@@ -17,10 +17,10 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// Opens a model with a first plan, on the engine's thread.
+/// Opens a model with an initial plan, on the engine's thread.
 pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, LoadError> + Send>;
 
-/// A model and how to talk with it.
+/// A model and its text side.
 pub struct Opened {
     /// The model.
     pub model: Box<dyn LanguageModel>,
@@ -28,11 +28,11 @@ pub struct Opened {
     pub text: TextSide,
 }
 
-/// A model with one sequence. GGUF files are opened as one; tests have others, which break down at will.
+/// A model with one sequence and lanes. Implemented for GGUF files; tests implement models that fail on demand.
 pub trait LanguageModel {
-    /// Appends `tokens` to the sequence and puts the scores of the token after them into `logits`.
+    /// Appends `tokens` to the sequence and writes the scores of the next token to `logits`.
     ///
-    /// The scores depend on the sequence alone: not on plans, nor on how the sequence was cut into calls.
+    /// The scores depend only on the sequence: not on plans, nor on its division into calls.
     ///
     /// # Errors
     /// See [`ForwardError`].
@@ -43,10 +43,10 @@ pub trait LanguageModel {
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError>;
 
-    /// As [`Self::forward`] for a token that is the first of the most likely: says which, or puts the scores into `logits`.
+    /// As [`Self::forward`], but may return the first of the most likely tokens instead of writing `logits`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::forward`].
     fn forward_greedy(
         &mut self,
         tokens: &[u32],
@@ -56,28 +56,28 @@ pub trait LanguageModel {
         self.forward(tokens, checkpoint, logits).map(|()| None)
     }
 
-    /// How many answers may be computed together, each a sequence of its own.
+    /// Maximum number of answers computed together, each a conversation of its own.
     fn answers_max(&self) -> usize {
         1
     }
 
-    /// The conversations that are kept beside the sequence.
+    /// Parked conversations.
     fn kept_conversations(&self) -> Vec<Kept> {
         Vec::new()
     }
 
-    /// Writes the conversations that can be gone on from to a file, the sequence with the tokens `held` among them.
+    /// Writes the conversations that can be continued to a file, including the sequence, whose tokens are `held`.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the file cannot be written.
     fn save_conversations(&mut self, _held: &[u32], _path: &Path) -> io::Result<Saved> {
         Ok(Saved::default())
     }
 
-    /// Takes over the conversations of such a file, and removes it; `go_on` is asked between reads.
+    /// Restores the conversations of such a file, and removes it; polls `go_on` between reads.
     ///
     /// # Errors
-    /// When it cannot be read, is damaged, or belongs to another model.
+    /// When the file cannot be read, is damaged, or belongs to another model.
     fn restore_conversations(
         &mut self,
         _path: &Path,
@@ -86,63 +86,62 @@ pub trait LanguageModel {
         Ok(Saved::default())
     }
 
-    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
-    /// model cannot do that.
+    /// Makes the sequence, whose tokens are `held`, a lane that is computed beside others, and begins a new sequence.
+    /// Returns `None` if the model cannot do that now.
     fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
         let _ = held;
         None
     }
 
-    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    /// KV capacity, in tokens, that a lane takes beyond that of its tokens.
     fn aside_takes(&self) -> Tokens {
         Tokens::ZERO
     }
 
-    /// Whether one that was set aside cannot be gone on with.
+    /// Whether a lane cannot continue.
     fn is_lost(&self, _lane: Lane) -> bool {
         false
     }
 
-    /// Whether [`Self::take_back`] takes back any tokens.
+    /// Whether [`Self::take_back`] is supported.
     fn takes_back(&self) -> bool {
         true
     }
 
-    /// How many tokens of the sequence the next pass may have at most.
+    /// Maximum number of the sequence's tokens in the next pass.
     fn slice_max(&self) -> usize {
         self.rows_max()
     }
 
-    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be
-    /// gone on with. Returns its tokens.
+    /// Makes a lane the sequence; the previous sequence, whose tokens are `held`, is parked. Returns the lane's tokens.
     fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {
         let _ = (held, lane);
         None
     }
 
-    /// Keeps places for a prompt that the sequence comes to so many tokens by, and that is read in several passes; for none once
-    /// it has been read.
+    /// Reserves capacity for a sequence that a prompt read in several passes extends to `tokens` tokens; 0 ends the
+    /// reservation once it has been read.
     fn expect(&mut self, _tokens: u32) {}
 
-    /// The answer of one that was set aside is over: it stays as a conversation that may be gone on with.
+    /// Ends the answer of a lane, which becomes a parked conversation.
     fn leave(&mut self, _lane: Lane) {}
 
-    /// Finds places for so many more tokens of one that was set aside, beside all others; says whether there are.
+    /// Reserves capacity for `tokens` more tokens of a lane, beside all others; returns whether there is enough.
     fn make_places(&mut self, lane: Lane, tokens: u32) -> bool {
         let _ = (lane, tokens);
         false
     }
 
-    /// How many tokens may be computed in one pass.
+    /// Maximum number of tokens in one pass.
     fn rows_max(&self) -> usize {
         self.plan().prefill_chunk.get() as usize
     }
 
-    /// Appends the tokens of some spans to their conversations in one pass, [`Self::rows_max`] of them with
-    /// [`Self::answers_max`] results at most; these are read by [`Self::scores_of`] in the order of the spans.
+    /// Appends the tokens of `spans` to their conversations in one pass, with at most [`Self::rows_max`] tokens and
+    /// [`Self::answers_max`] results; [`Self::scores_of`] reads the results in the order of the spans.
     ///
     /// # Errors
-    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence that has a span is lost.
+    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence with a span is lost.
     fn forward_together(
         &mut self,
         spans: &[Span<'_>],
@@ -152,7 +151,8 @@ pub trait LanguageModel {
         Err(ForwardError::SequenceLost)
     }
 
-    /// The scores of one of the results of the last pass, of a token at `position` of its conversation.
+    /// Writes the scores of result `number` of the last pass, of a token at `position` of its conversation, to
+    /// `logits`.
     ///
     /// # Errors
     /// When they are not finite, or the device has failed.
@@ -166,10 +166,10 @@ pub trait LanguageModel {
         Err(ForwardError::SequenceLost)
     }
 
-    /// As [`Self::scores_of`] for a token that is the first of the most likely: says which, or puts the scores into `logits`.
+    /// As [`Self::scores_of`], but may return the first of the most likely tokens instead of writing `logits`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::scores_of`].
     fn greatest_of(
         &mut self,
         number: usize,
@@ -179,15 +179,15 @@ pub trait LanguageModel {
         self.scores_of(number, position, logits).map(|()| None)
     }
 
-    /// Takes back the last tokens of one that was set aside, or of the sequence.
+    /// Removes the last tokens of a lane, or of the sequence.
     fn take_back(&mut self, _lane: Option<Lane>, _tokens: u32) {}
 
-    /// Tokens of the capacity that the sequence takes, with those whose answers are under way beside it.
+    /// KV capacity, in tokens, that the sequence and all lanes take.
     fn held(&self) -> Tokens {
         Tokens::new(self.position())
     }
 
-    /// Why less is in force than what it was opened with, where that is so.
+    /// Why less is in force than the plan at opening, if so.
     fn refused(&self) -> Option<&str> {
         None
     }
@@ -198,7 +198,8 @@ pub trait LanguageModel {
     /// See [`ApplyError`].
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
 
-    /// As [`Self::apply`]; when growing takes long, it ends with what there is for whatever else is `wanted`.
+    /// As [`Self::apply`], but growth that takes long is preempted by other `wanted` work and keeps the parts read by
+    /// then.
     ///
     /// # Errors
     /// See [`ApplyError`].
@@ -211,10 +212,11 @@ pub trait LanguageModel {
         self.apply(plan)
     }
 
-    /// Measures what it can do; `go_on` is asked between layers. `None` where that says nothing, or was broken off.
+    /// Measures the speed of computing and reading; polls `go_on` between layers. Returns `None` if a measurement is
+    /// not possible or was cancelled.
     ///
     /// # Errors
-    /// When less is in force afterwards: what had been given up for it could not be had again.
+    /// When memory released for the measurement cannot be allocated again, so that less is in force.
     fn calibrate(
         &mut self,
         go_on: &mut dyn FnMut() -> bool,
@@ -223,7 +225,7 @@ pub trait LanguageModel {
         Ok(None)
     }
 
-    /// Whether a token can be said: a reduced vocabulary leaves others out.
+    /// Whether a token is sayable; a reduced vocabulary lacks some.
     fn can_say(&self, _token: u32) -> bool {
         true
     }
@@ -231,8 +233,7 @@ pub trait LanguageModel {
     /// Drops the sequence.
     fn reset(&mut self);
 
-    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from, and returns
-    /// its length.
+    /// Cuts the sequence back to its longest usable prefix of at most `tokens` tokens, and returns the length.
     fn keep(&mut self, tokens: u32) -> u32 {
         if tokens < self.position() {
             self.reset();
@@ -240,43 +241,42 @@ pub trait LanguageModel {
         self.position()
     }
 
-    /// The conversation of the client that has the most in common with a prompt becomes the sequence, as far as that can be
-    /// gone on from; `held` is what the sequence has until then.
+    /// Makes the client's conversation with the longest common prefix with a prompt the sequence, cut back to the
+    /// usable part; `held` are the tokens of the previous sequence.
     fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
-        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        // At least one token must be computed, since the scores after the sequence are not kept.
         let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
         let kept = self.keep(common_prefix(held, asked.prompt).min(most));
         Selected { kept, fork: None }
     }
 
-    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from; returns its length.
+    /// Recovers the usable prefix of a sequence whose last pass was cancelled, and returns its length.
     fn recover(&mut self) -> u32 {
         self.reset();
         0
     }
 
-    /// Marks a place that the next pass comes by, so that the sequence can be cut back to it as long as there is room for
-    /// what that takes; for models that cannot be cut back anywhere.
+    /// Marks `position` in the next pass, so that the sequence can be cut back to it while there is capacity for its
+    /// copy; for models that cannot be cut back anywhere.
     fn mark_at(&mut self, _position: u32) {}
 
-    /// Marks a place of the next pass as [`Self::mark_at`] does, where its prompt has parted from another conversation.
+    /// As [`Self::mark_at`], where a prompt diverges from another conversation.
     fn fork_at(&mut self, _position: u32) {}
 
-    /// Allows that the oldest tokens behind the first `sinks` of the sequence are dropped where the KV capacity is used up
-    /// or becomes smaller, or forbids it.
+    /// Allows or forbids dropping the oldest tokens after the first `sinks` when the KV capacity is used up or shrinks.
     fn allow_dropping(&mut self, _sinks: Option<Tokens>) {}
 
-    /// Drops some of the oldest tokens if that is allowed; returns how many.
+    /// Drops some of the oldest tokens if allowed; returns the number.
     fn make_room(&mut self) -> Tokens {
         Tokens::ZERO
     }
 
-    /// Tokens of the sequence that were dropped, and how many stayed before them.
+    /// Dropped tokens of the sequence, and the tokens kept before them.
     fn dropped(&self) -> (Tokens, Tokens) {
         (Tokens::ZERO, Tokens::ZERO)
     }
 
-    /// Tokens that could be dropped now.
+    /// Number of tokens that can be dropped now.
     fn droppable(&self) -> Tokens {
         Tokens::ZERO
     }
@@ -284,37 +284,37 @@ pub trait LanguageModel {
     /// The plan in force.
     fn plan(&self) -> &EnginePlan;
 
-    /// What each piece of the model occupies.
+    /// Size of each piece of the model.
     fn shape(&self) -> &ModelShape;
 
-    /// Tokens of the sequence so far.
+    /// Length of the sequence in tokens.
     fn position(&self) -> u32;
 
-    /// The smallest type that any token of the sequence, or of one that was set aside, has been kept in.
+    /// The smallest KV type that any token of the sequence, or of a lane, has been stored in.
     fn kv_precision(&self, lane: Option<Lane>) -> KvType {
         let _ = lane;
         self.plan().kv_type
     }
 
-    /// What computes, for people.
+    /// Name of the backend, for display.
     fn backend_name(&self) -> String {
         String::new()
     }
 
-    /// Everything that is held now.
+    /// All memory held.
     fn breakdown(&self) -> Breakdown;
 
-    /// How much of what is held is still untouched.
+    /// Held memory that is untouched.
     fn untouched(&self) -> Bytes {
         Bytes::ZERO
     }
 
-    /// How much of what is held was given up, and is kept by reads that hang until they return.
+    /// Released memory that hanging reads keep until they return.
     fn left(&self) -> Bytes {
         Bytes::ZERO
     }
 
-    /// What reads that hang may keep when all of it is given up now.
+    /// Memory that hanging reads would keep if the model were dropped now.
     fn kept(&self) -> Retained {
         Retained::default()
     }

@@ -1,6 +1,6 @@
-//! Handle of the engine, and its bounded mailbox: commands, requests, and the channels of their answers.
+//! Handle and bounded mailbox of the engine: commands, requests, and the channels of answers.
 //!
-//! No method of the handle waits for the model: commands are taken between two tokens, and their outcome is an event.
+//! No method of the handle waits for the model: commands are taken between two tokens, and their results are events.
 
 use std::{
     collections::VecDeque,
@@ -31,7 +31,7 @@ use cotenant_conversation::{Prompt, SamplingWish};
 use cotenant_policy::{lease::Class, residency::EnginePlan};
 use cotenant_units::{Bytes, Tokens};
 
-/// A handle to ask the engine. Cheap to clone; all methods return at once.
+/// Handle for commands and requests. Cheap to clone; all methods but [`Self::form_place`] return at once.
 #[derive(Clone)]
 pub struct EngineHandle {
     pub(super) shared: Arc<Shared>,
@@ -44,7 +44,7 @@ impl fmt::Debug for EngineHandle {
 }
 
 impl EngineHandle {
-    /// Asks for a model; answered by `Ready` or `LoadFailed`. An engine loads one model in its life.
+    /// Requests a model; the reply is `Ready` or `LoadFailed`. An engine loads one model in its life.
     pub fn load(&self, path: &Path, plan: EnginePlan) {
         self.shared.command(Command::Load {
             path: path.to_owned(),
@@ -52,16 +52,16 @@ impl EngineHandle {
         });
     }
 
-    /// Asks for a plan; answered by `Applied` or `ApplyFailed` with the same revision.
+    /// Requests a plan; the reply is `Applied` or `ApplyFailed` with the same revision.
     ///
-    /// Taken between two tokens or two layers, and at once when nothing runs. A plan that is still waiting is
-    /// superseded. Tokens of a running answer do not depend on it.
+    /// Taken between two tokens or two layers, and at once when idle. Supersedes a plan that still waits. Tokens of a
+    /// running answer do not depend on it.
     pub fn apply(&self, revision: u64, plan: EnginePlan) {
         self.shared.command(Command::Apply { revision, plan });
     }
 
-    /// Submits a request. Its prompt is rendered and encoded here, on the caller's thread, so that neither a long
-    /// prompt nor a fault in a template library holds up the engine.
+    /// Submits a request. Renders and encodes its prompt on the caller's thread, so that neither a long prompt nor a
+    /// fault in a template library blocks the engine.
     ///
     /// # Errors
     /// The prompt cannot be used, the queue is full, or the engine is not ready.
@@ -85,7 +85,7 @@ impl EngineHandle {
         Ok(self.shared.text()?.prepare(request, client)?)
     }
 
-    /// The chat template of the model; none while no model is ready.
+    /// The chat template of the model; `None` while no model is ready.
     #[must_use]
     pub fn template(&self) -> Option<String> {
         self.shared
@@ -94,7 +94,7 @@ impl EngineHandle {
             .map(|side| side.template().to_owned())
     }
 
-    /// How the model's file recommends to choose tokens; nothing while no model is ready.
+    /// Sampling settings recommended by the model's file; none while no model is ready.
     #[must_use]
     pub fn recommended_sampling(&self) -> SamplingWish {
         self.shared
@@ -102,7 +102,7 @@ impl EngineHandle {
             .map_or(SamplingWish::NONE, |side| side.sampling())
     }
 
-    /// The number of tokens of a prompt, however long it is.
+    /// Counts the tokens of a prompt of any length.
     ///
     /// # Errors
     /// It cannot be encoded, or the engine is not ready.
@@ -111,7 +111,7 @@ impl EngineHandle {
         Ok(Tokens::new(u32::try_from(tokens.len()).unwrap_or(u32::MAX)))
     }
 
-    /// The tokens of a text: with what begins a sequence or without, with control tokens recognised in it or not.
+    /// Tokenizes a text: `begin` adds the tokens that begin a sequence, `control` recognises control tokens.
     ///
     /// # Errors
     /// It cannot be encoded, or the engine is not ready.
@@ -135,7 +135,7 @@ impl EngineHandle {
         Ok(tokens)
     }
 
-    /// The bytes that each token stands for; none for a control token.
+    /// Returns the bytes of each token; empty for a control token.
     ///
     /// # Errors
     /// A token is not in the vocabulary, or the engine is not ready.
@@ -151,8 +151,8 @@ impl EngineHandle {
             .collect())
     }
 
-    /// Waits for place for the grammar of a request's answer, of which only a few exist at once; `None` where it may have
-    /// any form.
+    /// Waits for a slot for the grammar of a request's answer, of which only a few exist at once; `None` if the answer
+    /// has no form.
     ///
     /// # Errors
     /// The engine is not ready.
@@ -163,7 +163,7 @@ impl EngineHandle {
         Ok(self.shared.text()?.form_place(request).await)
     }
 
-    /// Submits a request with what was [prepared](Self::prepare) of it.
+    /// Submits a [prepared](Self::prepare) request.
     ///
     /// # Errors
     /// The queue is full, or the engine is not ready.
@@ -183,7 +183,7 @@ impl EngineHandle {
         Ok(receiver)
     }
 
-    /// Cancels a request, queued or running; it ends with `Finished(Cancelled)`. Unknown names are ignored.
+    /// Cancels a queued or running request; it ends with `Finished(Cancelled)`. Ignores unknown identifiers.
     pub fn cancel(&self, id: RequestId) {
         let mut mailbox = self.shared.lock();
         let running = mailbox.running.iter_mut();
@@ -200,7 +200,7 @@ impl EngineHandle {
         self.shared.wake.notify_all();
     }
 
-    /// Takes no more requests; stops when those it has are answered.
+    /// Refuses further requests, and stops once the current ones are answered.
     pub fn drain(&self) {
         self.shared.advance(Lifecycle::Draining);
     }
@@ -210,13 +210,13 @@ impl EngineHandle {
         self.shared.advance(Lifecycle::Stopping);
     }
 
-    /// What a load has read, and of how much; `None` while nothing is loaded.
+    /// Bytes read and total of the load in progress; `None` while nothing is loading.
     #[must_use]
     pub fn loading(&self) -> Option<(Bytes, Bytes)> {
         self.shared.progress.figures()
     }
 
-    /// The requests that wait, in the order of their turns.
+    /// Waiting requests, in the order of service.
     #[must_use]
     pub fn waiting(&self) -> Vec<WaitingRequest> {
         let mailbox = self.shared.lock();
@@ -230,20 +230,20 @@ impl EngineHandle {
         waiting.collect()
     }
 
-    /// The state of the engine now.
+    /// The current state of the engine.
     #[must_use]
     pub fn snapshot(&self) -> EngineSnapshot {
         self.shared.state.borrow().clone()
     }
 
-    /// The state of the engine, to wait for changes.
+    /// The state of the engine, with notification of changes.
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<EngineSnapshot> {
         self.shared.state.subscribe()
     }
 }
 
-/// A request that waits.
+/// A waiting request.
 pub(super) struct Queued {
     pub(super) request: GenerateRequest,
     pub(super) prompt: Vec<u32>,
@@ -252,44 +252,44 @@ pub(super) struct Queued {
     pub(super) submitted: Instant,
 }
 
-/// A request that ended before its turn, and how.
+/// A request that ended in the queue, with its outcome.
 pub(super) struct Ended {
     pub(super) queued: Queued,
     pub(super) outcome: Result<FinishReason, GenerateError>,
 }
 
-/// What the thread finds at a command point.
+/// State of the mailbox at a command point.
 pub(super) struct Polled {
     /// The next command.
     pub(super) command: Option<Command>,
-    /// Plans that a later one overtook, each with the later one.
+    /// Superseded plans, each with the later one.
     pub(super) superseded: Vec<(u64, u64)>,
     /// Requests that ended in the queue.
     pub(super) ended: Vec<Ended>,
-    /// Running requests that are to end.
+    /// Running requests that were cancelled.
     pub(super) cancelled: Vec<RequestId>,
-    /// How far the engine is on its way out.
+    /// Phase of the engine's end.
     pub(super) lifecycle: Lifecycle,
-    /// Requests waiting.
+    /// Number of waiting requests.
     pub(super) queued: usize,
-    /// The class of the most urgent of them.
+    /// Class of the most urgent waiting request.
     pub(super) most_urgent: Option<Class>,
 }
 
-/// How far the engine is on its way out.
+/// Phase of the engine's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lifecycle {
-    /// It takes requests.
+    /// It accepts requests.
     Open,
-    /// It finishes what it has.
+    /// It completes current requests.
     Draining,
-    /// It drops what it has.
+    /// It drops current requests.
     Stopping,
-    /// Its thread ended.
+    /// Its thread has ended.
     Closed,
 }
 
-/// What the handles and the thread share.
+/// State shared by the handles and the thread.
 pub(super) struct Shared {
     mailbox: Mutex<Mailbox>,
     wake: Condvar,
@@ -300,7 +300,7 @@ pub(super) struct Shared {
 }
 
 struct Mailbox {
-    /// At most one plan after at most one model, however often they are asked for.
+    /// At most one model, followed by at most one plan.
     commands: VecDeque<Command>,
     superseded: Vec<(u64, u64)>,
     queue: VecDeque<Queued>,
@@ -309,7 +309,7 @@ struct Mailbox {
     lifecycle: Lifecycle,
 }
 
-/// A request that runs.
+/// A running request.
 struct Running {
     id: RequestId,
     client: Option<Arc<str>>,
@@ -320,7 +320,7 @@ impl Shared {
     pub(super) fn new(options: EngineOptions) -> Self {
         Self {
             mailbox: Mutex::new(Mailbox {
-                // With room, so that asking for a shed allocates nothing.
+                // With capacity, so that a request for a shed does not allocate.
                 commands: VecDeque::with_capacity(4),
                 superseded: Vec::with_capacity(SUPERSEDED),
                 queue: VecDeque::new(),
@@ -336,7 +336,7 @@ impl Shared {
         }
     }
 
-    /// What a load counts its reads by.
+    /// Progress of the load.
     pub(super) const fn progress(&self) -> &LoadProgress {
         &self.progress
     }
@@ -375,7 +375,7 @@ impl Shared {
         }
         let limit = self.options.queue_limit.max(1);
         if mailbox.queue.len() >= limit {
-            // A place whose reader has gone is a free place.
+            // Requests whose readers have disconnected free their slots.
             mailbox.sweep(Instant::now());
         }
         if mailbox.queue.len() >= limit {
@@ -399,9 +399,9 @@ impl Shared {
         &self.options
     }
 
-    // What the thread does.
+    // Methods of the engine's thread.
 
-    /// Waits until there is something to do: a command, a request, or the end; and no longer than `patience`.
+    /// Waits for a command, a request or the end, for at most `patience`.
     pub(super) fn wait(&self, patience: Option<Duration>) -> Work {
         let mut mailbox = self.lock();
         loop {
@@ -439,7 +439,7 @@ impl Shared {
         }
     }
 
-    /// Takes what is there without waiting; a command only if `commands` says that there is a place for it.
+    /// Takes what is available without waiting; a command only if `commands`.
     pub(super) fn poll(&self, now: Instant, commands: bool) -> Polled {
         let mut mailbox = self.lock();
         mailbox.sweep(now);
@@ -467,7 +467,7 @@ impl Shared {
         }
     }
 
-    /// Takes the next request where it `may_join` those that run.
+    /// Takes the next request if it `may_join` the running ones.
     pub(super) fn join(&self, may_join: impl FnOnce(&Queued) -> bool) -> Option<Queued> {
         let mut mailbox = self.lock();
         if !mailbox.queue.front().is_some_and(may_join) {
@@ -478,12 +478,12 @@ impl Shared {
         Some(queued)
     }
 
-    /// A running request is over.
+    /// Removes a running request that has ended.
     pub(super) fn done(&self, id: RequestId) {
         self.lock().running.retain(|running| running.id != id);
     }
 
-    /// Takes nothing more, ever, and hands over what was left.
+    /// Closes the mailbox and returns its contents.
     pub(super) fn close(&self) -> Abandoned {
         let mut mailbox = self.lock();
         mailbox.lifecycle = Lifecycle::Closed;
@@ -495,7 +495,7 @@ impl Shared {
         }
     }
 
-    /// Whether a command or a request waits, or the end has come.
+    /// Whether a command or a request waits, or the engine is ending.
     pub(super) fn is_wanted(&self) -> bool {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Draining
@@ -504,7 +504,7 @@ impl Shared {
             || !mailbox.queue.is_empty()
     }
 
-    /// Whether a command waits, a request is to end, or all.
+    /// Whether a command waits, a request must end, or the engine is stopping.
     pub(super) fn is_pressed(&self, now: Instant) -> bool {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Stopping
@@ -523,7 +523,7 @@ impl Shared {
     }
 
     pub(super) fn open_text(&self, text: Arc<TextSide>) {
-        // Set once, because an engine loads one model in its life.
+        // Set once: an engine loads one model in its life.
         let _ = self.text.set(text);
     }
 
@@ -551,12 +551,12 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
-        // Nothing that panics runs under the lock; were it poisoned, its plain lists would still be whole.
+        // No code that can panic runs under the lock; even if poisoned, its plain lists are consistent.
         self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What will not be taken any more.
+/// Contents of a closed mailbox.
 pub(super) struct Abandoned {
     pub(super) commands: VecDeque<Command>,
     pub(super) superseded: Vec<(u64, u64)>,
@@ -564,20 +564,20 @@ pub(super) struct Abandoned {
     pub(super) queue: VecDeque<Queued>,
 }
 
-/// What the idle thread found.
+/// Work of the idle thread.
 pub(super) enum Work {
-    /// Answer this request.
+    /// Answer a request.
     Answer(Box<Queued>),
-    /// Leave.
+    /// End.
     Exit,
-    /// Look at what [`Shared::poll`] has.
+    /// Call [`Shared::poll`].
     Poll,
 }
 
-/// How long more urgent requests may pass one that waits; then it is its turn. Our choice: longer than most answers.
+/// Time after which a waiting request is no longer overtaken by more urgent ones. Our choice: longer than most answers.
 const OVERTAKEN_MAX: Duration = Duration::from_secs(10);
 
-/// Plans that may be replaced between two looks at the mailbox before that needs memory.
+/// Superseded plans between two polls that are recorded without allocating.
 const SUPERSEDED: usize = 16;
 
 impl Running {
@@ -591,8 +591,8 @@ impl Running {
 }
 
 impl Mailbox {
-    /// Where a request goes in the queue: behind more urgent ones, behind those of its class whose clients have no more requests
-    /// before them than its own has, and behind those that others have overtaken for long enough.
+    /// Returns the queue position of a request: after more urgent ones, after those of its class whose clients have no
+    /// more requests before them than its own client, and after those that waited for [`OVERTAKEN_MAX`].
     fn place_for(&self, queued: &Queued) -> usize {
         let class = queued.request.class;
         let turn = self.turn(queued.request.client.as_ref(), self.queue.len());
@@ -606,7 +606,7 @@ impl Mailbox {
         waiting.iter().rposition(stays).map_or(0, |last| last + 1)
     }
 
-    /// How many requests of a client run, or wait among the first `before`.
+    /// Counts the requests of a client that run, or wait among the first `before`.
     fn turn(&self, client: Option<&Arc<str>>, before: usize) -> usize {
         let running = self.running.iter().map(|running| running.client.as_ref());
         let waiting = self.queue.iter().take(before);
@@ -615,7 +615,7 @@ impl Mailbox {
         own.count()
     }
 
-    /// Takes the plans that were replaced, and leaves room for as many: asking for a shed allocates nothing.
+    /// Takes the superseded plans and reserves capacity for as many, so that a request for a shed does not allocate.
     fn take_superseded(&mut self) -> Vec<(u64, u64)> {
         if self.superseded.is_empty() {
             return Vec::new();
@@ -623,7 +623,7 @@ impl Mailbox {
         std::mem::replace(&mut self.superseded, Vec::with_capacity(SUPERSEDED))
     }
 
-    /// Ends waiting requests whose deadline passed or whose reader went away.
+    /// Ends waiting requests whose deadline has passed or whose reader has disconnected.
     fn sweep(&mut self, now: Instant) {
         self.end_where(|queued| {
             if queued.reply.reader() == Reader::Gone {
@@ -660,10 +660,10 @@ impl Mailbox {
     }
 }
 
-/// The sending end of one answer.
+/// Sender of one answer.
 ///
-/// Two places in its channel are taken from the start, for the last delta and the ending, so that both arrive however
-/// slow the reader is. In between, deltas that find no room are merged.
+/// Two slots of its channel are reserved from the start, for the last delta and the end, so that both arrive however
+/// slow the reader is. Other deltas are merged while the channel is full.
 pub(super) struct Reply {
     sender: mpsc::Sender<GenerateEvent>,
     reserved: Option<(OwnedPermit<GenerateEvent>, OwnedPermit<GenerateEvent>)>,
@@ -672,19 +672,19 @@ pub(super) struct Reply {
     full_since: Option<Instant>,
 }
 
-/// How the reader is doing.
+/// State of the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reader {
-    /// It went away.
+    /// It has disconnected.
     Gone,
     /// It reads.
     Reading,
-    /// It has not made room since then.
+    /// The channel has been full since this time.
     Stuck(Instant),
 }
 
 impl Reply {
-    /// A channel with room for `stream_buffer` events and an ending.
+    /// Creates a channel for `stream_buffer` events and the end.
     pub(super) fn new(options: &EngineOptions) -> (Self, mpsc::Receiver<GenerateEvent>) {
         let (sender, receiver) = mpsc::channel(options.stream_buffer.max(1) + 2);
         let reserved = sender
@@ -702,16 +702,16 @@ impl Reply {
         (reply, receiver)
     }
 
-    /// Tells that the request left the queue.
+    /// Sends that the request left the queue.
     pub(super) fn started(&self, prompt_tokens: Tokens, cached_tokens: Tokens) {
-        // The channel is new, so that there is room; a reader that is gone is noticed at the next command point.
+        // The channel is new and has room; the next command point detects a disconnected reader.
         let _ = self.sender.try_send(GenerateEvent::Started {
             prompt_tokens,
             cached_tokens,
         });
     }
 
-    /// Adds a token and the text that became certain with it, and sends what there is if the channel has room.
+    /// Adds a token and its decoded text, and sends the pending delta if the channel has room.
     pub(super) fn push(&mut self, token: u32, text: &str, now: Instant) -> Reader {
         self.tokens.push(token);
         self.text.push_str(text);
@@ -736,7 +736,7 @@ impl Reply {
         self.reader()
     }
 
-    /// How the reader is doing.
+    /// State of the reader.
     pub(super) fn reader(&self) -> Reader {
         if self.sender.is_closed() {
             return Reader::Gone;
@@ -744,7 +744,7 @@ impl Reply {
         self.full_since.map_or(Reader::Reading, Reader::Stuck)
     }
 
-    /// Sends the rest of the text and the ending.
+    /// Sends the remaining text and the end.
     pub(super) fn end(
         mut self,
         rest: &str,

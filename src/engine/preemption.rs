@@ -201,7 +201,7 @@ impl<'pass> Preemption<'pass> {
             match question(&mut *self.checkpoint) {
                 Flow::Continue => {}
                 Flow::Apply(plan) => {
-                    // The later one is in place of the earlier one.
+                    // The later plan supersedes the earlier one.
                     let waits = self.kv_type.is_some_and(|kind| kind != plan.kv_type);
                     let (now, later) = if waits {
                         (None, Some(plan))
@@ -222,12 +222,12 @@ impl<'pass> Preemption<'pass> {
         }
     }
 
-    /// Leaves plans with another KV type to the end of the pass.
+    /// Defers plans with another KV type to the end of the pass.
     pub(super) const fn keep_kv_type(&mut self, kind: KvType) {
         self.kv_type = Some(kind);
     }
 
-    /// The plan that was left to the end of the pass.
+    /// Takes the deferred plan.
     pub(super) const fn take_later(&mut self) -> Option<EnginePlan> {
         self.later.take()
     }

@@ -428,7 +428,7 @@ mod tests {
     fn an_answer_begins_after_what_is_before_it() {
         let now = Instant::now() + Duration::from_secs(60);
         let mut state = EngineSnapshot::default();
-        // Without an estimate nothing is refused.
+        // Without an estimate, nothing is refused.
         assert_eq!(state.begins_after(Tokens::new(50_000), now), Duration::ZERO);
         state.prefill_per_second = 100.0;
         assert_eq!(

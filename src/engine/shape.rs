@@ -518,13 +518,13 @@ pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
     state_of_layers(spec, layers)
 }
 
-/// The same of one layer, which one of a conversation that was set aside is computed in.
+/// As [`sequence_state_bytes`], for one layer: the working area of lanes.
 #[must_use]
 pub fn layer_state_bytes(spec: &Spec) -> Bytes {
     state_of_layers(spec, 1)
 }
 
-/// What a layer with a window keeps, which one of a conversation that was set aside is computed in.
+/// Memory of one windowed layer: the working area of lanes.
 fn window_bytes(kv: &KvShape) -> Bytes {
     kv.windows().map_or(Bytes::ZERO, |(shape, blocks)| {
         let layer = KvShape {
@@ -600,8 +600,8 @@ pub(super) fn logits_bytes(spec: &Spec) -> Bytes {
     Bytes::of_len(logits_stride(spec) * 4 * ANSWERS_MAX)
 }
 
-/// Number of answers computed together. Our choice: at this number, some processors take longer to compute a pass than to read the weights, and more answers
-/// gain nothing.
+/// Maximum number of answers computed together. Our choice: at this number, some processors take longer to compute a
+/// pass than to read the weights, and more answers gain nothing.
 pub(super) const ANSWERS_MAX: usize = 8;
 
 /// Words after the logits: whether keys or values are not finite, and the findings of

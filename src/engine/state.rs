@@ -11,11 +11,11 @@ use super::{
 use cotenant_policy::residency::LayerKind;
 use cotenant_units::Bytes;
 
-/// The recurrent state of one sequence, and of one layer of another.
+/// Recurrent state of the sequence, and a working area for one layer of a lane.
 #[derive(Debug)]
 pub struct RecurrentState {
     memory: Option<Buffer>,
-    /// A layer of a conversation that was set aside, while it is computed.
+    /// Working area: a layer of a lane's state, while it is computed.
     aside: Option<Buffer>,
     /// Elements per layer: matrices, then convolution.
     layer_len: usize,
@@ -64,7 +64,7 @@ impl RecurrentState {
         }
     }
 
-    /// Populates what is used between two moves only, at any time between two passes.
+    /// Populates the working area of lanes, between two passes.
     pub fn touch_aside(&self) {
         if let Some(aside) = &self.aside {
             aside.touch();
@@ -82,7 +82,7 @@ impl RecurrentState {
         })
     }
 
-    /// Memory of the sequence's own; `None` for a model without recurrent layers.
+    /// Memory of the sequence's state; `None` for a model without recurrent layers.
     #[must_use]
     pub const fn memory(&self) -> Option<&Buffer> {
         self.memory.as_ref()
@@ -95,7 +95,7 @@ impl RecurrentState {
         Some(self.parts(self.memory.as_ref()?, index * self.layer_len))
     }
 
-    /// The same of a conversation that was set aside, whose layer has been moved there.
+    /// The matrices and the convolution state in the working area, to which a lane's layer was copied.
     #[must_use]
     pub fn aside(&self) -> Option<(View, View)> {
         Some(self.parts(self.aside.as_ref()?, 0))
@@ -106,7 +106,7 @@ impl RecurrentState {
         (memory.view(start..middle), memory.view(middle..end))
     }
 
-    /// Where layer `layer` lies in a copy of the state, and the memory that it is moved to for being computed.
+    /// Byte range of layer `layer` in a copy of the state, and the working area.
     #[must_use]
     pub fn layer_of_copy(&self, layer: usize) -> Option<(Range<usize>, &Buffer)> {
         let index = (*self.index.get(layer)?)?;
@@ -118,7 +118,7 @@ impl RecurrentState {
         self.memory.iter().chain(&self.aside)
     }
 
-    /// Memory of all of it.
+    /// Total memory.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.buffers().map(Buffer::bytes).sum()
