@@ -773,7 +773,7 @@ mod tests {
                 }
                 held = cache.bytes();
             }
-            // One value in each group of 32 is exact in any type, and all are the same here.
+            // One value in each group of 32 is exact in any type, and all are equal here.
             assert_eq!(block(&mut cache, 6).unwrap()[..2], first);
         }
     }
@@ -831,7 +831,7 @@ mod tests {
         assert_eq!(cache.untouched(), bytes(9, 0));
         assert_eq!(cache.resident(), bytes(7, 5));
 
-        // Block 3 is dropped: its place is the next one, and then come those of the oldest.
+        // Block 3 is dropped: its place is reused first, and then those of the oldest blocks.
         cache.drop_blocks(3, 1, 7 * 64);
         assert_eq!(places(&cache)[2..12], [2, 4, 0, 1, 3, 2, 4, 0, 1, 3]);
         assert_eq!(
@@ -845,7 +845,7 @@ mod tests {
         };
         assert_eq!(firsts(&mut cache, 2..6), [2, 4, 5, 6]);
 
-        // Fewer blocks than the windows keep: what lies behind them moves to free places.
+        // Fewer blocks than the windows keep: those behind the end move to free places.
         cache.drop_blocks(2, 1, 6 * 64);
         cache.drop_blocks(0, 2, 5 * 64);
         let resized = cache

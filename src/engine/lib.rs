@@ -1,7 +1,7 @@
 //! The LLM in this process: resident or streamed layers, and a resizable KV capacity.
 //!
 //! ```text
-//!  GGUF file ──header──► gguf ──► shape (what each piece occupies) ──► policy plans
+//!  GGUF file ──header──► gguf ──► shape (size of each piece) ──► policy plans
 //!      │
 //!      └──extents──► reader ──► arena (resident layers) ──┐
 //!                         └───► ring  (streamed pieces) ──┴► model ──► backend (kernels) ──► logits

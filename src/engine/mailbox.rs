@@ -797,7 +797,7 @@ mod tests {
             );
             shared.command(order(2 * turn));
             shared.command(order(2 * turn + 1));
-            // Looks that find none replaced, too.
+            // Including polls that find none superseded.
             if turn == 1 {
                 shared.poll(Instant::now(), true);
                 shared.poll(Instant::now(), true);
@@ -832,14 +832,14 @@ mod tests {
         waits(5, None);
         waits(6, Some("hall"));
         assert_eq!(order(&shared), [0, 4, 5, 1, 6, 2, 3]);
-        // Those that run count as well.
+        // Running requests count as well.
         for _ in 0..2 {
             assert!(matches!(shared.wait(None), Work::Answer(_)));
         }
         waits(7, Some("study"));
         waits(8, Some("hall"));
         assert_eq!(order(&shared), [5, 7, 1, 6, 2, 8, 3]);
-        // Those that have waited for long keep their places.
+        // Requests that have waited long enough keep their positions.
         for waiting in &mut shared.lock().queue {
             waiting.submitted = Instant::now().checked_sub(OVERTAKEN_MAX).unwrap();
         }

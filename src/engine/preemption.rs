@@ -66,9 +66,9 @@ impl<F: FnMut() -> Flow> Checkpoint for F {
 pub(super) struct Preemption<'pass> {
     checkpoint: &'pass mut dyn Checkpoint,
     pending: Option<EnginePlan>,
-    /// The KV type that stays for the whole pass, where the pass would not survive another.
+    /// KV type that must stay for the whole pass, if the pass depends on it.
     kv_type: Option<KvType>,
-    /// A plan with another one, for the end of the pass.
+    /// A plan with another KV type, applied after the pass.
     later: Option<EnginePlan>,
     stopped: bool,
     looked: Instant,

@@ -63,7 +63,7 @@ pub enum TypeMix {
 }
 
 impl TypeMix {
-    /// Storage type of rows of this many columns, if `dtype` is preferred.
+    /// Returns the storage type of rows with this many columns, if `dtype` is preferred.
     const fn fitting(self, dtype: GgmlDType, columns: u32) -> GgmlDType {
         match (self, dtype) {
             (Self::Q4KM, GgmlDType::Q4K) if !columns.is_multiple_of(256) => GgmlDType::Q5_0,

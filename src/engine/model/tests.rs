@@ -1,4 +1,4 @@
-//! Tests of models as a whole.
+//! Tests of whole models.
 
 use std::{
     env, io,
@@ -45,12 +45,12 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
     }
 }
 
-/// The model in parts of at least `least` bytes.
+/// Opens a model in parts of at least `least` bytes.
 fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
     open_on(cpu(threads), None, path, least, plan)
 }
 
-/// The CPU; executing late, by a seed, where `COTENANT_TEST_LATE` has one.
+/// Returns the CPU; with deferred execution by the seed in `COTENANT_TEST_LATE`, if set.
 fn cpu(threads: usize) -> Arc<dyn Device> {
     match env::var("COTENANT_TEST_LATE") {
         Ok(seed) => late::late_by(seed.parse().unwrap()),
@@ -58,7 +58,7 @@ fn cpu(threads: usize) -> Arc<dyn Device> {
     }
 }
 
-/// The same on another device, and a model that says some tokens only.
+/// As [`open_in_parts`], on a given device and with a reduced vocabulary.
 fn open_on(
     device: Arc<dyn Device>,
     said: Option<&Sayable>,
@@ -77,14 +77,14 @@ fn open_on(
     model
 }
 
-/// Tokens that look like those of no other seed.
+/// Returns tokens that differ for each seed.
 fn text(seed: u32, count: u32) -> Vec<u32> {
     (0..count)
         .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
         .collect()
 }
 
-/// Does something once, at some look of a pass.
+/// Returns `flow` once, at one checkpoint poll of a pass.
 struct Once {
     left: u32,
     flow: Option<Flow>,
@@ -128,7 +128,7 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
             .unwrap();
         let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
         assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
-        // Tiles of some rows; all layers in their three groups.
+        // Tiles of some rows, and all layers in their three groups.
         let mut parts = open_in_parts(&path, 16 << 10, &plan([]), 2);
         let count = u32::try_from(parts.shape().layers.len()).unwrap();
         assert!(
@@ -141,7 +141,7 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
             let report = parts.apply(&plan(chosen)).unwrap();
             assert_eq!(report.freed, report.asked, "{architecture:?} round {round}");
             let held = parts.breakdown();
-            // The last block is not full: some of its pages were never needed.
+            // The last block is not full: some of its pages were never touched.
             let (resident, used) = (parts.kernel_resident(), held.used() - held.header);
             assert!(
                 resident <= used && used <= resident + held.kv,
@@ -161,10 +161,10 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
     }
 }
 
-/// Other plans at some of the looks of a pass.
+/// Changes the plan at some checkpoint polls of a pass.
 struct Orders {
     parts: u32,
-    /// Looks until the next one.
+    /// Polls until the next change.
     left: u32,
     seed: u32,
     looks: u32,
@@ -203,7 +203,7 @@ impl Checkpoint for Orders {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        // What grows into the place of the chunk under way has to wait: nothing was done of it.
+        // Growth into the workspace of the chunk in progress is refused and changes nothing.
         if matches!(result, Err(ApplyError::ChunkUnderWay { .. })) {
             return;
         }
@@ -250,7 +250,7 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
             looks: 0,
             done: Vec::new(),
         };
-        // Whole layers: an order comes in the middle of a part whose other products are still to be made.
+        // With whole layers, a plan arrives within a part whose other products are pending.
         for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
             let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
             model.estimators = SliceEstimators::finest();
@@ -325,7 +325,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
             }
             assert_eq!(model.plan(), &plan(resident.clone()));
             assert_eq!((model.position(), model.breakdown().total), (0, held.total));
-            // The last block is not full: some of its pages were never needed.
+            // The last block is not full: some of its pages were never touched.
             let (resident, used) = (
                 model.kernel_resident(),
                 model.breakdown().used() - held.header,
@@ -359,7 +359,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
         ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7)
     };
     model.write(&path).unwrap();
-    // The first 300 are 320 in groups of 64; the last group has the control tokens.
+    // The first 300 tokens are 320 in groups of 64; the last group has the control tokens.
     let said = Sayable::First(300);
     let mut model = open_on(cpu(1), Some(&said), &path, usize::MAX, &plan(0..5));
     let head = model.layout.parts.last().unwrap();
@@ -371,7 +371,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     model.estimators = SliceEstimators::finest();
     let mut looks = 0;
     let mut order_at = 0;
-    // At each look of a pass in its turn.
+    // At each poll of a pass in turn.
     while order_at <= looks {
         model.reset();
         model.apply(&plan([])).unwrap();
@@ -393,7 +393,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     }
 }
 
-/// A model in whole layers whose backend refuses memory on demand.
+/// Returns a model in whole layers whose backend refuses memory on demand.
 fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
@@ -460,7 +460,8 @@ fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_ans
             model.refused()
         );
     }
-    // One part less than was found, and one for the ring where all but the head were; where none was, there is none to give up.
+    // One part less than were allocated, and one more for the ring if all but the head were; if none was, none can be
+    // released.
     assert_eq!(resident, [0, 1, 2, 2, 5]);
 }
 
@@ -597,7 +598,7 @@ fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
         "{error}"
     );
     assert_eq!(model.plan(), &large, "nothing was done of it");
-    // What only gives up is taken, and the chunk becomes smaller when it has ended.
+    // A plan that only releases is accepted, and the chunk size shrinks after the chunk.
     let mut order = Plans {
         plans: vec![plan([0])],
         ..Plans::default()
@@ -613,14 +614,14 @@ fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     assert_eq!(model.apply(&grown).unwrap().plan, grown);
 }
 
-/// Plans at some looks that follow one another, the last one first, and then perhaps the end.
+/// Applies plans at consecutive polls, the last one first, and then optionally stops.
 #[derive(Default)]
 struct Plans {
     plans: Vec<EnginePlan>,
-    /// Looks before the first.
+    /// Polls before the first plan.
     left: u32,
     looks: u32,
-    /// Whether it looks in the middle of layers too.
+    /// Whether polls within layers count.
     in_layers: bool,
     stops: bool,
     applied: Vec<Result<ApplyReport, ApplyError>>,
@@ -666,7 +667,7 @@ fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() 
             ..plan([0, 2])
         };
         model.apply(&large).unwrap();
-        // A caller that knows the larger one continues from it.
+        // A caller that knows the larger chunk continues from it.
         let fewer = EnginePlan {
             resident: plan([0]).resident,
             ..large.clone()
@@ -697,7 +698,7 @@ fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() 
     }
 }
 
-/// By the most that the kernel has seen of this process, which is this test alone in a process of its own.
+/// Uses the peak resident size of the process, which runs only this test.
 #[test]
 fn a_workspace_is_replaced_without_both_in_memory() {
     let (mut model, _refusing, _folder) = refusing(0..5);
@@ -719,7 +720,7 @@ fn a_workspace_is_replaced_without_both_in_memory() {
         let kib: u64 = line.trim().trim_end_matches(" kB").parse().unwrap();
         Bytes::from_kib(kib)
     };
-    // From now on.
+    // Resets the peak.
     if std::fs::write("/proc/self/clear_refs", "5").is_err() {
         eprintln!("left out: the kernel does not let its high-water mark be reset");
         return;
@@ -728,7 +729,7 @@ fn a_workspace_is_replaced_without_both_in_memory() {
     model.apply(&with(4096)).unwrap();
     let (rose, both) = (most().saturating_sub(before), larger - smaller);
     assert!(both > Bytes::from_mib(4), "{both} would not show");
-    // With both in memory it would be twice that.
+    // With both in memory, it would be twice that.
     assert!(
         rose < both + Bytes::new(both.get() / 2),
         "{rose} more, {both} are new"
@@ -746,7 +747,7 @@ fn growing_to_all_parts_gives_the_ring_back_before_and_takes_it_again_when_it_fa
     refusing.watch(&model);
     refusing.refuse_after(2);
     model.apply(&plan(0..5)).unwrap_err();
-    // The weights, and the thread that reads embeddings; a stream would be three more.
+    // The weights and the thread that reads embeddings; a stream would add three owners.
     assert_eq!(
         refusing.owners_of_the_file(),
         2,

@@ -211,7 +211,7 @@ mod tests {
     use super::*;
     use crate::reader::ReadProgress;
 
-    /// Replies on command, with the offset read.
+    /// Responds on command, with the offset read.
     #[derive(Default)]
     struct Gate {
         closed: AtomicBool,

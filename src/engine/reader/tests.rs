@@ -317,7 +317,7 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
 }
 
-/// Replies on command.
+/// Responds on command.
 struct Gate {
     open: AtomicBool,
 }

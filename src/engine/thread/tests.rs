@@ -1,4 +1,4 @@
-//! Answers that run together, on models that compute.
+//! Tests of concurrent answers, on models that compute.
 
 use cotenant_conversation::{ChatMessage, Prompt, Role};
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
@@ -24,7 +24,7 @@ fn plan(resident: u32, kv_capacity: u32) -> EnginePlan {
     }
 }
 
-/// A question of one of several speakers, some of whom are answered at random, and some as one client.
+/// Returns a question of one of several speakers; some have random sampling, and some share a client.
 fn spoken(id: u64, number: u64) -> GenerateRequest {
     let content = format!("please tell me a story about {number} lamps");
     let said = ChatMessage::new(Role::User, content);
@@ -43,7 +43,7 @@ fn spoken(id: u64, number: u64) -> GenerateRequest {
     }
 }
 
-/// The text of an answer, and how it ended.
+/// Returns the text of an answer, and the reason of its end.
 fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> (String, FinishReason) {
     let mut all = String::new();
     loop {
@@ -86,7 +86,7 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
             let id = |number| RequestId::new(100 * round + number);
             let ask = |number| handle.generate(spoken(id(number).get(), number)).unwrap();
             let mut streams: Vec<_> = (0..SPEAKERS).map(ask).collect();
-            // One changes its mind, and the plan changes again and again.
+            // One request is cancelled, and the plan changes repeatedly.
             handle.cancel(id(3));
             for turn in 0..40u64 {
                 let kv = [4096, 1024, 320][usize::try_from(turn % 3).unwrap()];
@@ -101,7 +101,7 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
                     expected.starts_with(&text),
                     "{architecture:?}, {number}: {text}"
                 );
-                // Without room, or cancelled, it has the beginning.
+                // Without capacity, or cancelled, the answer is a prefix.
                 match reason {
                     FinishReason::Cancelled => assert_eq!(number, 3),
                     FinishReason::KvReclaimed => {}
@@ -109,11 +109,11 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
                 }
             }
         }
-        // How many ran at once.
+        // Maximum number of concurrent answers.
         handle.stop();
         engine.join();
         let most = ran_at_once(&mut events);
-        // Copies of states and windows take capacity that others would have.
+        // Copies of states and windows take capacity from other answers.
         let has_copies = matches!(architecture, Architecture::Qwen35 | Architecture::Gemma3);
         let least = if has_copies { 2 } else { 5 };
         assert!(most >= least, "{architecture:?}: {most}");
@@ -166,7 +166,7 @@ fn answers_that_run_together_outlive_another_kv_type() {
     }
 }
 
-/// A question that repeats itself, so that tokens are drafted for the answer.
+/// Returns a repetitive question, so that tokens are drafted for the answer.
 fn repeating(id: u64, number: u64) -> GenerateRequest {
     let content = "the lamp in the hall is on and ".repeat(1 + usize::try_from(number).unwrap());
     let said = ChatMessage::new(Role::User, content);
@@ -211,7 +211,7 @@ fn drafts_change_no_token_whatever_plans_arrive() {
             };
             let mut stream = with.handle().generate(request).unwrap();
             if turn > 0 {
-                // Layers go and come while drafts are verified.
+                // Layers are released and read again while drafts are verified.
                 let resident = u32::try_from((number + turn) % 6).unwrap();
                 revision += 1;
                 with.handle().apply(revision, plan(resident, 4096));
@@ -244,7 +244,7 @@ fn no_more_answers_run_together_than_the_options_allow() {
             events.blocking_recv(),
             Some(EngineEvent::Ready { .. })
         ));
-        // By it a request is refused whose answer would begin too late.
+        // Used to refuse a request whose answer would begin too late.
         assert_eq!(handle.snapshot().answers_max, most);
         let ask = |number| handle.generate(spoken(number, number)).unwrap();
         let mut streams: Vec<_> = (0..6).map(ask).collect();
@@ -257,13 +257,13 @@ fn no_more_answers_run_together_than_the_options_allow() {
     }
 }
 
-/// The most requests that ran at once.
+/// Maximum number of concurrent requests.
 fn ran_at_once(events: &mut mpsc::Receiver<EngineEvent>) -> usize {
     let (mut running, mut most) = (0usize, 0);
     while let Some(event) = events.blocking_recv() {
         match event {
             EngineEvent::RequestStarted { .. } => running += 1,
-            // One that was cancelled while it waited never ran.
+            // A request cancelled in the queue never ran.
             EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
             _ => {}
         }

@@ -334,7 +334,7 @@ fn multiply<'op>(
     Ok(())
 }
 
-/// Copies of rows that were made, for the product with what comes next.
+/// Copies rows to the formats of the next products.
 fn copy_rows<'op>(
     pool: &mut Pool,
     isa: Isa,

@@ -1,4 +1,4 @@
-//! Models on a disk that hangs.
+//! Models on a hanging disk.
 
 use std::{
     ptr::NonNull,
@@ -13,7 +13,7 @@ use crate::{
     reader::{Extent, ReadProgress, Source},
 };
 
-/// The disk of a model, which answers on command.
+/// A model's disk that responds on command.
 pub(super) struct Disk {
     file: Arc<dyn Source>,
     hangs: AtomicBool,
@@ -21,7 +21,7 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// One that hangs.
+    /// Returns a hanging disk.
     pub(super) fn hanging(file: Arc<dyn Source>) -> Arc<Self> {
         Arc::new(Self {
             file,
@@ -30,7 +30,7 @@ impl Disk {
         })
     }
 
-    /// Takes the place of the model's disk, for which it waits so long.
+    /// Replaces the model's disk, with `limit` as its time limit.
     fn put_into(model: &mut Model, limit: DiskTimeout) -> Arc<Self> {
         let disk = Arc::new(Self {
             file: Arc::clone(model.weights.file()),
@@ -63,7 +63,7 @@ impl Source for Disk {
         progress: &ReadProgress,
     ) -> Result<(), ReadError> {
         self.wait();
-        // SAFETY: the caller's promise.
+        // SAFETY: as promised by the caller.
         unsafe { self.file.read(extent, target, progress) }
     }
 
@@ -76,7 +76,7 @@ impl Source for Disk {
 const LONG: DiskTimeout = DiskTimeout::new(Duration::from_secs(600));
 const SHORT: DiskTimeout = DiskTimeout::new(Duration::from_millis(1));
 
-/// A model in whole layers, and what it says to some tokens. The embeddings of a Llama are no head, and always read.
+/// Returns a model in whole layers, and its logits after some tokens. Llama's embeddings are no head, and always read.
 fn model(
     architecture: Architecture,
     resident: impl IntoIterator<Item = u32>,
@@ -224,8 +224,7 @@ fn growing_gives_way_to_other_orders_while_the_disk_hangs() {
     says(&mut model, &expected);
 }
 
-/// A disk that is as fast as it should be for some places of the file, and brings the rest a little at a time: until it is
-/// let on, or it is not wanted any more.
+/// A disk that is fast in some ranges of the file, and delivers the rest slowly until it is opened or cancelled.
 struct Slow {
     file: Arc<dyn Source>,
     fast: Vec<Extent>,
@@ -233,7 +232,7 @@ struct Slow {
 }
 
 impl Slow {
-    /// Takes the place of the model's disk; what is in `part` comes at once.
+    /// Replaces the model's disk; `part` is read fast.
     fn put_into(model: &mut Model, part: usize, limit: DiskTimeout) -> Arc<Self> {
         let runs = model.layout.parts[part].runs.iter();
         let disk = Arc::new(Self {
@@ -263,7 +262,7 @@ impl Source for Slow {
             thread::sleep(Duration::from_millis(1));
             progress.note();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: as promised by the caller.
         unsafe { self.file.read(extent, target, progress) }
     }
 
@@ -279,7 +278,7 @@ fn growing_on_a_slow_disk_takes_as_long_as_it_takes() {
     let disk = Slow::put_into(&mut model, 1, DiskTimeout::new(stall));
     let began = Instant::now();
     let mut wanted = || {
-        // No read has ended for longer than a disk may hang.
+        // No read has ended for longer than the time limit.
         let open = began.elapsed() > stall + stall / 4;
         disk.open.store(open, Ordering::Release);
         false

@@ -1,4 +1,4 @@
-//! Backend that executes operations later than they are queued, as a device does, and the models on it.
+//! Tests of models on a backend that defers execution, as a device does.
 
 use std::{
     collections::VecDeque,
@@ -10,38 +10,38 @@ use super::*;
 use crate::LoadErrorKind;
 use crate::backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu};
 
-/// The CPU, executing late.
+/// The CPU with deferred execution.
 #[derive(Clone, Debug)]
 struct Late {
     moment: Moment,
     fault: Fault,
-    /// Whether memory is found; always where this is `None`.
+    /// Memory that is refused on demand; never refused if `None`.
     memory: Option<Refusing>,
-    /// Becomes the most operations that were in flight.
+    /// Receives the maximum number of operations in flight.
     most: Option<&'static AtomicUsize>,
-    /// Operations that are held back until there are so many.
+    /// Number of operations held back for a joint submission.
     segment: u64,
 }
 
-/// When operations are executed that are not waited for.
+/// Time of execution of operations that are not waited for.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
     Never,
-    /// When they are queued.
+    /// At once.
     Now,
     /// At some calls, by a seed.
     Random(u32),
 }
 
-/// What is planted.
+/// Injected fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
-    /// Everything counts as done.
+    /// Everything is reported as executed.
     DoneTooEarly,
     /// A wait returns at once.
     ForgottenWait,
-    /// The so many-th operation fails, and all behind it.
+    /// This operation fails, and all later ones.
     Breaks(u64),
 }
 
@@ -59,7 +59,7 @@ impl Late {
 
 const HONEST: [Late; 3] = honest_by(0);
 
-/// One that executes at waits only, and two at moments by a seed, of which one does so by segments.
+/// One that executes only at waits, and two that execute at random times, one of them in segments.
 const fn honest_by(seed: u32) -> [Late; 3] {
     let [first, second] = [2 * seed + 1, 2 * seed + 2];
     let moment = Moment::Random(second);
@@ -77,13 +77,13 @@ const fn honest_by(seed: u32) -> [Late; 3] {
     ]
 }
 
-/// The CPU, executing at moments by a seed, for tests of all else.
+/// Returns the CPU with execution at random times, for tests of other properties.
 pub(super) fn late_by(seed: u32) -> Arc<dyn Device> {
     Arc::new(Late::honest(Moment::Random(seed)))
 }
 
-/// The CPU, on which memory is found as `memory` says; executing at once, or at moments by a seed where
-/// `COTENANT_TEST_LATE` has one.
+/// Returns the CPU with memory refused by `memory`, executing at once, or at random times by the seed in
+/// `COTENANT_TEST_LATE`.
 pub(super) fn refusing(memory: Refusing) -> Arc<dyn Device> {
     let moment = match env::var("COTENANT_TEST_LATE") {
         Ok(seed) => Moment::Random(seed.parse().unwrap()),
@@ -119,7 +119,7 @@ struct LateBackend {
     inner: Cpu,
     late: Late,
     kept: VecDeque<Operation<'static>>,
-    /// What is not held back, of all operations.
+    /// Number of operations not held back.
     handed_on: u64,
     executed: u64,
 }
@@ -141,7 +141,7 @@ impl LateBackend {
         self.executed + self.kept.len() as u64
     }
 
-    /// Executes some of what is kept.
+    /// Executes some of the deferred operations.
     fn moment(&mut self) -> Result<(), DeviceError> {
         let most = match &mut self.late.moment {
             Moment::Never => 0,
@@ -156,8 +156,8 @@ impl LateBackend {
     }
 }
 
-// SAFETY: without a planted fault nothing is said to be executed that is kept; with one, readers write while the CPU reads, which
-// is what is to be seen.
+// SAFETY: without an injected fault, no deferred operation is reported as executed; with one, readers write while the
+// CPU reads, which the tests detect.
 unsafe impl Backend for LateBackend {
     fn name(&self) -> String {
         format!("late {}", self.inner.name())
@@ -258,7 +258,7 @@ fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
         GgmlDType::IQ4XS,
     ];
     let models: Vec<_> = Architecture::ALL.into_iter().enumerate().collect();
-    // 510 schedules of orders and of execution.
+    // 510 schedules of plans and of execution.
     std::thread::scope(|scope| {
         for half in models.chunks(models.len().div_ceil(2)) {
             scope.spawn(move || {
@@ -271,7 +271,7 @@ fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
     });
 }
 
-/// Of each moment of execution so many.
+/// Runs `schedules` schedules for each time of execution.
 fn random_sheds_leave_no_trace(architecture: Architecture, dtype: GgmlDType, schedules: u32) {
     let (_folder, path) = written(architecture, dtype);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
@@ -311,7 +311,7 @@ fn random_sheds_leave_no_trace(architecture: Architecture, dtype: GgmlDType, sch
     );
 }
 
-/// Schedules for each family and moment of execution.
+/// Schedules per family and time of execution.
 const SCHEDULES: u32 = 17;
 
 #[test]
@@ -349,7 +349,7 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
     }
 }
 
-/// What a pass says with a planted fault, of a model that is resident or streamed, and what it should.
+/// Returns the logits of a pass with an injected fault, of a resident or a streamed model, and the expected ones.
 fn with(fault: Fault, resident: bool, checkpoint: &mut dyn Checkpoint) -> (Vec<f32>, Vec<f32>) {
     let (_folder, path) = written(Architecture::Qwen3, GgmlDType::F32);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
@@ -384,7 +384,7 @@ fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
 #[test]
 fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
     for fault in [Fault::None, Fault::ForgottenWait] {
-        // At the third layer, so that the parts of the others are in flight.
+        // At the third layer, so that parts of earlier layers are in flight.
         let mut order = Plans {
             plans: vec![roomy([])],
             left: 2,
@@ -398,7 +398,7 @@ fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
             fault == Fault::None,
             "{report:?}"
         );
-        // What is in flight keeps its memory: it is the shed that fails, and not the answer.
+        // Operations in flight keep their memory: the shed fails, not the answer.
         assert!(fault != Fault::None || logits == expected);
     }
 }
@@ -420,7 +420,8 @@ fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
         model.forward(tokens, &mut || Flow::Continue).unwrap();
         MOST.load(Ordering::Relaxed)
     };
-    // Before anything was learned, all of a tiny chunk is a slice; of four layers each has at least six operations.
+    // Before the estimators have learned, a tiny chunk is one slice; each of the four layers has at least six
+    // operations.
     for (tokens, most) in [(&prompt()[..8], 12), (&[5], 24)] {
         assert!(in_flight(SliceEstimators::new(), tokens) > 24);
         let paced = in_flight(SliceEstimators::finest(), tokens);
@@ -452,7 +453,8 @@ fn a_slice_ends_with_a_segment_of_a_device_that_holds_operations_back() {
     model.forward(&[5], &mut || Flow::Continue).unwrap();
     MOST.store(0, Ordering::Relaxed);
     model.forward(&[6], &mut || Flow::Continue).unwrap();
-    // A layer has seven operations: two of them are a segment, of which one is executed, one is ahead, and one is held back.
+    // A layer has seven operations and two layers make a segment: one segment is executed, one is ahead, one is held
+    // back.
     let most = MOST.load(Ordering::Relaxed);
     assert!((24..=48).contains(&most), "{most} operations in flight");
 }
@@ -460,7 +462,7 @@ fn a_slice_ends_with_a_segment_of_a_device_that_holds_operations_back() {
 #[test]
 fn a_device_that_fails_ends_the_pass_and_every_later_one() {
     let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
-    // Wherever it fails: while the model is opened, in a pass, in one that is streamed.
+    // At any time: during opening, in a pass, and in a streamed pass.
     for resident in [vec![], vec![0, 1, 2, 3, 4]] {
         for at in [60, 80, 100, 130] {
             let late = Late {

@@ -1,4 +1,4 @@
-//! Tests of files that hang or change while they are opened.
+//! Tests of files that hang or change during opening.
 
 use std::{
     fs,
@@ -16,17 +16,17 @@ use crate::{
 };
 use cotenant_units::causes::in_one_line;
 
-/// Long enough for whatever does not hang.
+/// Long enough for reads that do not hang.
 const STALL: Duration = Duration::from_secs(1);
 
-/// Something that happens when the disk is asked for some object the so many-th time: it hangs, or else.
+/// An event at the n-th disk access to an object: a hang, or a function call.
 struct Mishap {
     turns: AtomicUsize,
     hangs: AtomicBool,
 }
 
 impl Mishap {
-    /// After `before` questions for what `at` is in the name of.
+    /// After `before` accesses to objects whose name contains `at`.
     fn new(
         at: &'static str,
         before: usize,
@@ -58,7 +58,7 @@ impl Mishap {
         (mishap, disk)
     }
 
-    /// The disk hangs there.
+    /// Returns a disk that hangs there.
     fn hang(at: &'static str, before: usize) -> (Arc<Self>, Disk) {
         let (mishap, disk) = Self::new(at, before, || {});
         mishap.hangs.store(true, Ordering::Release);
@@ -80,7 +80,7 @@ fn write(path: &Path, seed: u64) {
         .unwrap();
 }
 
-/// Opens a model with some layers resident.
+/// Opens a model with some resident layers.
 fn open(
     path: &Path,
     resident: impl IntoIterator<Item = u32>,
@@ -98,7 +98,7 @@ fn logits(path: &Path) -> Vec<f32> {
     logits.to_vec()
 }
 
-/// That the error names the read that hangs, and that this keeps at most so much.
+/// Checks that the error names the hanging read, which keeps at most `most` bytes.
 fn is_reported(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
     assert!(
@@ -130,7 +130,7 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
     let path = folder.path().join("model.gguf");
     write(&path, 7);
     let expected = logits(&path);
-    // Where it is looked for, and where it is read.
+    // When it is opened, and when it is read.
     for before in [0, 3] {
         let (mishap, disk) = Mishap::hang("the header of", before);
         let began = Instant::now();
@@ -165,7 +165,7 @@ fn vectors_that_do_not_come_are_an_error_in_time_and_the_ring_is_given_back() {
     let path = folder.path().join("model.gguf");
     write(&path, 7);
     let expected = logits(&path);
-    // The system knows of it before it is read.
+    // It is prefetched before it is read.
     let (mishap, disk) = Mishap::hang("blk.1.attn_norm.weight", 1);
     let error = open(&path, [0], &disk).err().unwrap();
     // By one of two threads.
@@ -250,7 +250,7 @@ fn a_file_that_is_written_or_cut_while_it_is_opened_is_refused() {
             "{text}"
         );
     }
-    // Before what is cut off is read.
+    // Before the truncated part is read.
     write(&path, 7);
     let (file, length) = (path.clone(), fs::metadata(&path).unwrap().len());
     let cut = move || {

@@ -1,4 +1,4 @@
-//! Conversations that take turns: each is answered as if it were alone.
+//! Tests of conversations that take turns: each answer equals that of a conversation alone.
 
 use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
 
@@ -37,7 +37,7 @@ fn plan_of(kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
     }
 }
 
-/// A model with the tokens that it has.
+/// A model and the tokens of its sequence.
 struct Talk {
     model: Model,
     held: Vec<u32>,
@@ -57,7 +57,7 @@ impl Talk {
         }
     }
 
-    /// Reads a prompt, and returns how much of it was there.
+    /// Reads a prompt, and returns the number of reused tokens.
     fn read(&mut self, client: Option<&str>, prompt: &[u32]) -> u32 {
         let client = client.map(Arc::from);
         let asked = Asked {
@@ -88,7 +88,7 @@ impl Talk {
         let alone: u64 = kept.iter().map(|one| u64::from(one.alone.get())).sum();
         let shape = model.shape().kv;
         let bytes = |tokens| shape.capacity_bytes(tokens, model.plan().kv_type).get();
-        // Beyond the windows; so many blocks are whole pages.
+        // Outside windows; this many blocks are whole pages.
         let blocks = bytes(Tokens::new(1024 * 64)) - bytes(Tokens::new(512 * 64));
         let alone = Bytes::new(alone / 64 * blocks / 512);
         assert!(alone <= held.kv_parked + held.kv_marks, "{alone}: {held:?}");
@@ -96,7 +96,7 @@ impl Talk {
         assert!(held.total <= model.shape().plan_bytes(model.plan()));
     }
 
-    /// Blocks of conversations that are parked.
+    /// Blocks of parked conversations.
     fn parked(&self) -> u64 {
         let shape = self.model.shape().kv;
         let block = shape.block_bytes(self.model.plan().kv_type);
@@ -110,7 +110,7 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
     let path = folder.path().join("model.gguf");
     tiny(&path, Architecture::Qwen3, GgmlDType::Q8_0);
     let mut talk = Talk::new(&path, 2048);
-    // The first five and a half blocks are the same.
+    // The first five and a half blocks are shared.
     let mut all: Vec<Vec<u32>> = (1..=8)
         .map(|own| [text(0, 352), text(own, 40)].concat())
         .collect();
@@ -118,7 +118,7 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
         let kept = talk.read(None, prompt);
         assert_eq!(kept, if number == 0 { 0 } else { 352 });
     }
-    // Seven blocks each, of which five are there once.
+    // Seven blocks each, five of them shared.
     assert_eq!(talk.parked(), 7 * 2);
     let kept = talk.model.kept_conversations();
     assert_eq!(kept.len(), 7);
@@ -133,7 +133,7 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
             assert_eq!(talk.read(None, prompt), before, "turn {turn}");
         }
     }
-    // Nothing of other clients shows in what a client has cached.
+    // The cached tokens of a client reveal nothing about other clients.
     assert_eq!(talk.read(Some("kitchen"), &all[0]), 0);
     assert_eq!(talk.read(Some("hall"), &all[0]), 0);
     let asked = all[0].len();
@@ -143,7 +143,7 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
     );
 }
 
-/// Models that cannot be cut back anywhere: those whose state is recurrent, and those with windows that have passed on.
+/// Models that cannot be cut back anywhere: with recurrent state, and with windows that have advanced.
 #[test]
 fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
     for architecture in [Architecture::Qwen35, Architecture::Gemma3] {
@@ -156,7 +156,7 @@ fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
             .map(|own| [text(0, 352), text(own, 40)].concat())
             .collect();
         for (number, prompt) in all.iter().enumerate() {
-            // Where they part is known when the second one comes; the window of the first one has not passed on yet.
+            // The fork is known when the second prompt arrives; the window of the first has not advanced yet.
             let expected = match (architecture, number) {
                 (_, 0) | (Architecture::Qwen35, 1) => 0,
                 _ => 352,
@@ -170,8 +170,8 @@ fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
                 assert_eq!(talk.read(None, prompt), before, "{architecture:?}, {turn}");
             }
         }
-        // A client that leaves out the end of its last turn goes on from shortly before that; no chunk ends for it while layers
-        // are streamed.
+        // A client that omits the end of its last turn continues from shortly before it; while layers are streamed, no
+        // chunk ends there.
         let prompt = [&all[3][..418], &text(40, 30)].concat();
         let expected = if architecture == Architecture::Qwen35 {
             412
@@ -179,7 +179,7 @@ fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
             414
         };
         assert_eq!(talk.read(None, &prompt), expected, "{architecture:?}");
-        // A shed takes the oldest, and those that are left have the same bits as from the start.
+        // A shed evicts the oldest; the others have the same bits as computed from the start.
         let resident = talk.model.kernel_resident();
         let report = talk.model.apply(&plan_of(2048, 64, KvType::F16)).unwrap();
         assert_eq!(report.freed, resident - talk.model.kernel_resident());
@@ -203,7 +203,7 @@ fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
             .to_vec();
         alone.forward(&all[0], &mut || Flow::Continue).unwrap();
         assert!(alone.forward(&[7], &mut || Flow::Continue).unwrap()[..] == logits[..]);
-        // Another client shares nothing, and a smaller type keeps none of them.
+        // Another client shares nothing, and a smaller type evicts all.
         assert_eq!(talk.read(Some("kitchen"), &all[4]), 0);
         talk.model.apply(&plan_of(2048, 64, KvType::Q8)).unwrap();
         assert_eq!(talk.read(None, &all[4]), 0, "{architecture:?}");
@@ -220,12 +220,12 @@ fn conversations_give_way_to_the_running_one_and_to_sheds_the_oldest_first() {
     for prompt in [&one, &two, &three] {
         assert_eq!(talk.read(None, prompt), 0);
     }
-    // Nine of ten blocks are held; one that needs four takes the place of the oldest.
+    // Nine of ten blocks are held; a prompt of four blocks evicts the oldest conversation.
     assert_eq!(talk.parked(), 6);
     assert_eq!(talk.read(None, &text(4, 250)), 0);
     assert_eq!(talk.parked(), 6);
     assert_eq!(talk.read(None, &[&three[..], &[5]].concat()), 192);
-    // A shed takes the others, and what is said to be freed the kernel has back.
+    // A shed evicts the others, and the reported bytes are returned to the kernel.
     let (resident, untouched) = (talk.model.kernel_resident(), talk.model.untouched());
     let report = talk.model.apply(&plan_of(256, 64, KvType::F16)).unwrap();
     assert_eq!(report.asked, report.freed + report.untouched);
@@ -245,7 +245,7 @@ fn what_a_conversation_has_gone_on_from_otherwise_is_given_up_first() {
     let mut talk = Talk::new(&path, 640);
     let first = text(1, 128);
     talk.read(None, &first);
-    // The second conversation reasons after its prompt of 100 tokens, and leaves that out of the next one.
+    // The second conversation reasons after its prompt of 100 tokens, and omits the reasoning from the next prompt.
     let prompt = text(2, 100);
     talk.read(None, &prompt);
     talk.model
@@ -254,27 +254,27 @@ fn what_a_conversation_has_gone_on_from_otherwise_is_given_up_first() {
     talk.held.extend(text(9, 92));
     assert_eq!(talk.read(None, &[&prompt[..], &text(3, 92)].concat()), 100);
     assert_eq!(talk.parked(), 2 + 2, "the first block of both is the same");
-    // The place of the reasoning is needed, and it goes before the older conversation.
+    // The blocks of the reasoning are needed; it is evicted before the older conversation.
     assert_eq!(talk.read(None, &text(4, 200)), 0);
     assert_eq!(talk.parked(), 2 + 3);
     assert_eq!(talk.read(None, &[&first[..], &[1]].concat()), 128);
 }
 
-/// One turn of some conversation of some client, and what happens before and within it.
+/// One turn of a client's conversation, and events before and during it.
 #[derive(Clone, Debug)]
 struct Turn {
     who: (usize, usize),
-    /// Its last tokens are replaced.
+    /// Number of last tokens that are replaced.
     replaces: u32,
     fresh: u32,
     seed: u32,
     answer: usize,
-    /// Capacity and type between the turns, and capacity beyond what the turn needs.
+    /// Capacity and type between the turns, and capacity beyond the need of the turn.
     idle: (u32, KvType),
     spare: u32,
     chunk: u32,
     resident: BTreeSet<u32>,
-    /// At some look of the pass there is another capacity, or the answer is cancelled.
+    /// Poll of the pass at which the capacity changes, or the answer is cancelled.
     look: u32,
     stops: bool,
 }
@@ -325,13 +325,13 @@ fn greedy(logits: &[f32]) -> u32 {
     u32::try_from(best.unwrap().0).unwrap()
 }
 
-/// Returns how many tokens were there already, and how many of a conversation that was parked.
+/// Returns the number of reused tokens.
 fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
     let mut talk = Talk::new(path, 512);
     let mut alone = Talk::new(path, 4096).model;
     let system = text(0, 100);
     let mut conversations = vec![vec![system; 3]; 3];
-    // All that was ever computed for a client.
+    // All sequences computed for each client.
     let mut computed: Vec<Vec<Vec<u32>>> = vec![Vec::new(); 3];
     let mut reused = 0;
     for turn in turns {
@@ -438,7 +438,7 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
     }
 }
 
-/// Prompts of some clients that begin alike, and go on differently.
+/// Returns prompts of several clients with a common prefix.
 fn prompts() -> Vec<(Option<Arc<str>>, Vec<u32>)> {
     (0..4)
         .map(|number: u32| {
@@ -448,7 +448,7 @@ fn prompts() -> Vec<(Option<Arc<str>>, Vec<u32>)> {
         .collect()
 }
 
-/// A model that has answered these prompts.
+/// Returns a model that has answered these prompts.
 fn talked(path: &Path) -> Talk {
     let mut talk = Talk::new(path, 4096);
     for (client, prompt) in prompts() {
@@ -536,7 +536,7 @@ fn saved_conversations_that_do_not_fit_are_left() {
         later.check();
         restored.map(|saved| saved.conversations)
     };
-    // As many as the capacity has places for, the last ones.
+    // As many of the last ones as the capacity holds.
     save();
     assert_eq!(restore(7 * 64, KvType::F16, true).unwrap(), 1);
     save();
@@ -544,7 +544,7 @@ fn saved_conversations_that_do_not_fit_are_left() {
     save();
     let error = restore(4096, KvType::Q8, true).unwrap_err();
     assert!(error.to_string().contains("another model or KV type"));
-    // Every byte counts.
+    // Any flipped bit is detected.
     save();
     let bytes = fs::read(&file).unwrap();
     for at in [3, 30, 60, bytes.len() / 2, bytes.len() - 1] {
@@ -557,11 +557,11 @@ fn saved_conversations_that_do_not_fit_are_left() {
         fs::write(&file, &bytes[..length]).unwrap();
         restore(4096, KvType::F16, true).unwrap_err();
     }
-    // The model was written again.
+    // The model file was rewritten.
     save();
     tiny(&path, Architecture::Qwen3, GgmlDType::F16);
     restore(4096, KvType::F16, true).unwrap_err();
-    // A folder that cannot be written.
+    // A folder that does not exist.
     let mut talk = talked(&path);
     let nowhere = folder.path().join("none/saved");
     talk.model

@@ -1,8 +1,8 @@
-//! Copies of recurrent state where prompts part.
+//! Tests of copies of recurrent state where prompts diverge.
 
 use super::*;
 
-/// A model whose states take as much as some hundred tokens.
+/// Writes a model whose state takes as much memory as some hundred tokens.
 fn hybrid(path: &Path) {
     Synthetic {
         width: 64,
@@ -36,7 +36,7 @@ fn open(path: &Path, capacity: u32) -> Model {
     model
 }
 
-/// A prompt of one of two conversations, whose first 200 tokens are the same.
+/// Returns a prompt of one of two conversations, whose first 200 tokens are the same.
 fn prompt(conversation: u32, length: u32) -> Vec<u32> {
     (0..length)
         .map(|index| {
@@ -49,7 +49,7 @@ fn prompt(conversation: u32, length: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Reads a prompt that has so many tokens in common with the last one; returns how many were there.
+/// Reads a prompt with `common` tokens in common with the last one; returns the number of reused tokens.
 fn read(model: &mut Model, common: u32, (conversation, length): (u32, u32), parts: bool) -> u32 {
     let kept = model.keep(common);
     if parts {
@@ -73,16 +73,16 @@ fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
     let path = folder.path().join("model.gguf");
     hybrid(&path);
     let copy = open(&path, 64).aside_takes().get();
-    // Beside 300 tokens there is place for so many copies.
+    // Capacity for this many copies beside 300 tokens.
     for copies in [1, 2, 4] {
         let mut model = open(&path, 300 + copies * copy + 128);
-        // A long one leaves memory behind the short ones.
+        // A long prompt leaves free capacity behind the short ones.
         assert_eq!(read(&mut model, 0, (1, 500), false), 0);
         assert_eq!(read(&mut model, 200, (2, 290), true), 0, "{copies}");
         assert_eq!(read(&mut model, 200, (1, 280), true), 200, "{copies}");
         assert_eq!(read(&mut model, 200, (2, 290), true), 200, "{copies}");
-        // One conversation goes on, parting from itself shortly before its end: first from the fork, where there is place
-        // for one copy only, and then from its own last prompt.
+        // One conversation continues, diverging from itself shortly before its end: first from the fork if there is
+        // capacity for one copy only, and then from its own last prompt.
         assert_eq!(
             read(&mut model, 285, (2, 295), false),
             if copies == 1 { 200 } else { 280 }
@@ -91,7 +91,7 @@ fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
         assert_eq!(read(&mut model, 293, (2, 299), false), 288, "{copies}");
         let before = read(&mut model, 200, (1, 280), true);
         assert_eq!(before, if copies == 1 { 0 } else { 200 });
-        // The same bits as from the start.
+        // The same bits as computed from the start.
         let next = model
             .forward(&[7], &mut || Flow::Continue)
             .unwrap()

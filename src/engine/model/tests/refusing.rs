@@ -8,14 +8,14 @@ use std::sync::{
 use super::*;
 use crate::reader::Source;
 
-/// Whether a backend finds memory, set from outside.
+/// Switch that makes a backend refuse memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Refusing(Arc<Orders>);
 
 #[derive(Debug, Default)]
 struct Orders {
     refuse: AtomicBool,
-    /// How much memory is found before all is refused.
+    /// Number of allocations before all are refused.
     left: AtomicUsize,
     file: Mutex<Option<Weak<dyn Source>>>,
     owners: AtomicUsize,
@@ -27,23 +27,23 @@ impl Refusing {
         self.0.refuse.store(refuse, Ordering::Relaxed);
     }
 
-    /// Memory is found so many times more.
+    /// Refuses memory after `times` more allocations.
     pub(super) fn refuse_after(&self, times: usize) {
         self.refuse(true);
         self.0.left.store(times, Ordering::Relaxed);
     }
 
-    /// Counts from now on who has the file whenever memory is asked for.
+    /// Counts the owners of the file at each allocation from now on.
     pub(super) fn watch(&self, model: &Model) {
         *self.0.file.lock().unwrap() = Some(Arc::downgrade(model.weights.file()));
     }
 
-    /// The most that had it.
+    /// Maximum number of owners of the file.
     pub(super) fn owners_of_the_file(&self) -> usize {
         self.0.owners.load(Ordering::Relaxed)
     }
 
-    /// Whether memory that is asked for now is refused.
+    /// Whether an allocation is refused now.
     pub(super) fn refuses(&self) -> bool {
         let orders = &self.0;
         let owners = orders

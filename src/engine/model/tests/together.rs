@@ -1,4 +1,4 @@
-//! Answers that are computed together: each has the bits of one that is computed alone.
+//! Tests of answers computed together: each has the bits of one computed alone.
 
 use proptest::{prelude::*, test_runner::TestRunner};
 
@@ -19,20 +19,20 @@ fn number_of(tokens: usize) -> u32 {
     u32::try_from(tokens).unwrap()
 }
 
-/// What happens next.
+/// The next action.
 #[derive(Clone, Debug)]
 enum Step {
-    /// A speaker's prompt is read, beginning as another's does, while the others' answers are under way.
+    /// Reads a speaker's prompt, which shares a prefix with another's, while the other answers proceed.
     Ask(usize, u32, u32),
-    /// The answers of these go on by some tokens each, and at some look there is another plan, or all of it is broken off.
+    /// Advances these answers by some tokens each; at some poll the plan changes, or the pass is cancelled.
     Together([bool; SPEAKERS], u32, Option<(u32, u32)>),
-    /// An answer is over.
+    /// Ends an answer.
     Leave(usize),
-    /// One goes on alone.
+    /// Advances one answer alone.
     Alone(usize),
-    /// One goes on alone by several tokens, of which some are taken back.
+    /// Advances one answer alone by several tokens, some of which are removed again.
     Draft(usize, usize, usize),
-    /// Another plan between two tokens.
+    /// Changes the plan between two tokens.
     Plan(u32, u32, u32),
 }
 
@@ -49,12 +49,12 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A model, the answers that are under way, and the same answers computed alone.
+/// A model with answers in progress, and a second one that computes the same answers alone.
 struct House {
     model: Model,
     alone: Model,
     speakers: [Option<(Lane, Vec<u32>)>; SPEAKERS],
-    /// Passes of several answers.
+    /// Number of passes with several answers.
     together: u32,
 }
 
@@ -77,7 +77,7 @@ impl House {
         }
     }
 
-    /// The logits that one who is alone has behind these tokens.
+    /// Returns the logits after these tokens, computed alone.
     fn expected(&mut self, tokens: &[u32]) -> Vec<f32> {
         self.alone.reset();
         self.alone
@@ -105,7 +105,7 @@ impl House {
                     request: 0,
                 };
                 let kept = self.model.select(&[], asked).kept as usize;
-                // In slices, the first ones in one pass with tokens of the others.
+                // In slices, the first ones in passes with tokens of the others.
                 let (first, rest) = prompt[kept..].split_at((prompt.len() - kept) / 2);
                 self.model.expect(needed);
                 let mut read = kept;
@@ -163,7 +163,7 @@ impl House {
                     Err(error) => panic!("{error}"),
                 }
             }
-            // Neither a recurrent state nor a window takes anything back.
+            // Neither a recurrent state nor a window supports removal.
             Step::Draft(..) if self.model.has_copies() => {}
             Step::Draft(who, count, back) => {
                 let Some((lane, mut tokens)) = self.speakers[who].take() else {
@@ -208,15 +208,15 @@ impl House {
         assert!(self.model.kernel_resident() <= held.used(), "{held:?}");
     }
 
-    /// Sets the answer of a speaker aside: always, but for a copy that there is no place for.
+    /// Makes a speaker's answer a lane; this fails only without capacity for a copy.
     fn set_aside(&mut self, who: usize, tokens: Vec<u32>) {
         let lane = self.model.set_aside(&tokens);
         assert!(lane.is_some() || self.model.has_copies());
         self.speakers[who] = lane.map(|lane| (lane, tokens));
     }
 
-    /// The answers of these speakers go on, each by a token and some of them by several, in one pass with the next tokens of the
-    /// sequence; says whether they did.
+    /// Advances the answers of these speakers, by one or several tokens each, in one pass with the next tokens of the
+    /// sequence; returns whether the pass completed.
     fn go_on(
         &mut self,
         who: [bool; SPEAKERS],
@@ -247,7 +247,7 @@ impl House {
                     u32::try_from(tokens.len()).unwrap() * 13,
                     number_of(more(*number)),
                 );
-                // All of them have results where there are as many.
+                // All tokens have results if there are enough.
                 let all = some.len() == 1 && own == 0 && next.len() <= self.model.answers_max();
                 let scored = if all { next.len() } else { 1 };
                 (*lane, next, scored)
@@ -345,7 +345,7 @@ fn another_kv_type_waits_for_the_end_of_a_pass_with_copies_and_leaves_answers_to
                 scored: 1,
             })
             .collect();
-        // It arrives at the first look.
+        // It arrives at the first poll.
         let mut looks = Once {
             left: 0,
             flow: Some(Flow::Apply(plan_of(3, 2048, 64, KvType::Q8))),
@@ -404,7 +404,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         .write(&path)
         .unwrap();
         let mut runner = TestRunner::new(ProptestConfig {
-            // Each answer is compared with one that is computed alone from the start: a state takes the longest.
+            // Each answer is compared with one computed alone from the start; a recurrent state takes longest.
             cases: if layers > 2 { cases.div_ceil(3) } else { cases },
             failure_persistence: None,
             ..ProptestConfig::default()

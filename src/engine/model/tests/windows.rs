@@ -1,4 +1,4 @@
-//! Layers with sliding windows: what they give back, and that nothing of it shows.
+//! Tests of layers with sliding windows: the memory they release, and equal results.
 
 use super::*;
 use crate::{
@@ -9,7 +9,7 @@ use cotenant_policy::residency::{KvShape, WindowedKv};
 
 const CONTEXT: u32 = 4096;
 
-/// The first of two layers sees 70 tokens, which is more than a block.
+/// Writes a model whose first of two layers sees 70 tokens, more than a block.
 fn gemma(path: &Path) {
     Synthetic {
         layers: 2,
@@ -46,7 +46,7 @@ fn open(path: &Path, plan: &EnginePlan) -> Model {
     model
 }
 
-/// The same model with a cache whose layers with windows keep all tokens.
+/// Opens the model with a cache whose windowed layers keep all tokens.
 fn open_whole(path: &Path, plan: &EnginePlan) -> Model {
     let mut model = open(path, plan);
     let all = CONTEXT / KV_BLOCK_TOKENS.get();
@@ -65,7 +65,7 @@ fn open_whole(path: &Path, plan: &EnginePlan) -> Model {
     model
 }
 
-/// Both models, which are to say the same.
+/// Both models, which must give equal logits.
 struct Two {
     windows: Model,
     whole: Model,
@@ -118,7 +118,7 @@ impl Two {
         assert!(model.kernel_resident() <= held.used(), "{held:?}");
     }
 
-    /// Cuts both back; returns how much the one with windows keeps.
+    /// Cuts both back; returns the length kept by the model with windows.
     fn keep(&mut self, tokens: u32) -> u32 {
         let kept = self.windows.keep(tokens);
         assert_eq!(self.whole.keep(kept), kept);
@@ -152,15 +152,15 @@ fn layers_with_windows_keep_their_last_blocks_and_give_the_bits_of_a_whole_cache
     for token in &all[1000..1003] {
         two.forward(&[*token], "one token");
     }
-    // An answer that is asked for again goes on from what is there, and so does what follows it.
+    // A regenerated answer continues from the cache, and so do later prompts.
     assert_eq!(two.keep(1000), 1000);
     two.forward(&text(2, 90), "another answer");
     assert_eq!(two.keep(1090), 1090);
-    // What lies far before is not there any more, and is read again.
+    // Tokens far before the window are lost and recomputed.
     assert_eq!(two.keep(400), 0);
     two.forward(&all[..500], "again from the start");
     assert_eq!(two.keep(100), 100, "no window has passed on");
-    // In chunks that are larger than what attends together, streamed, with another capacity.
+    // In chunks larger than the rows that attend together, streamed, with another capacity.
     two.apply(&EnginePlan {
         resident: [1].into(),
         ..plan_of(1024, 900, KvType::F16)
@@ -168,7 +168,7 @@ fn layers_with_windows_keep_their_last_blocks_and_give_the_bits_of_a_whole_cache
     two.forward(&all[100..900], "in a chunk of 800");
     two.apply(&plan_of(2048, 16, KvType::F16));
     two.forward(&all[900..950], "in chunks of 16");
-    // Kept in other types, where rows are converted as they lie.
+    // In other types, whose rows are converted in place.
     for kind in [KvType::Q8, KvType::Q4] {
         two.apply(&plan_of(1600, 64, kind));
         let at = two.windows.position() as usize;
@@ -193,7 +193,7 @@ fn conversations_that_alternate_go_on_from_a_copy_of_the_window_where_they_part(
     let other: Vec<u32> = one[..300].iter().copied().chain(text(9, 650)).collect();
     two.forward(&one, "the first");
     for (turn, tokens) in [&other, &one, &other].into_iter().enumerate() {
-        // Fewer layers and another capacity meanwhile; a larger type would have to be read again.
+        // Fewer layers and another capacity meanwhile; a larger type would require recomputation.
         let (resident, capacity) = if turn % 2 == 0 {
             ([1, 2].into(), 2000)
         } else {
@@ -209,7 +209,7 @@ fn conversations_that_alternate_go_on_from_a_copy_of_the_window_where_they_part(
         two.forward(&tokens[kept as usize..], "a turn");
         assert_eq!(two.windows.breakdown().kv_marks, Bytes::from_kib(2 * 8));
     }
-    // Tokens that need its place take it.
+    // Tokens evict the copy.
     assert_eq!(two.keep(300), 300);
     two.apply(&plan_of(320, 128, KvType::F16));
     two.forward(&one[300..319], "without room for a copy");
@@ -235,14 +235,15 @@ fn a_pass_that_was_broken_off_goes_on_from_where_its_windows_are() {
             }
         };
         two.windows.forward(&all[800..], &mut stop).unwrap_err();
-        // A chunk of 700 tokens has passed the window of the tokens before it.
+        // A chunk of 700 tokens has overwritten the window of the tokens before it.
         assert_eq!(two.windows.recover(), kept);
         two.whole.keep(kept);
         two.forward(&all[kept as usize..kept as usize + 100], "gone on with");
     }
 }
 
-/// Positions at which tokens were read decide about windows, so that what they had passed never comes back.
+/// Windows are measured in the positions at which tokens were read, so that a token that has left the window never
+/// returns.
 #[test]
 fn what_is_dropped_leaves_the_same_bits_wherever_windows_are_kept() {
     let folder = tempfile::tempdir().unwrap();
@@ -255,7 +256,7 @@ fn what_is_dropped_leaves_the_same_bits_wherever_windows_are_kept() {
             model.allow_dropping(Some(Tokens::new(4)));
         }
         two.forward(&all[..900], "before");
-        // What lies behind the smaller capacity moves to the place of what is dropped.
+        // Blocks behind the smaller capacity move to the places of dropped ones.
         two.apply(&plan_of(capacity, 128, KvType::F16));
         let mut at = 900;
         for count in [1usize, 1, 40, 1, 60, 1, 1] {

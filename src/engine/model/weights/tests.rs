@@ -16,7 +16,7 @@ use crate::{
 };
 use cotenant_units::page;
 
-/// A disk that answers on command.
+/// A disk that responds on command.
 struct Gate {
     open: AtomicBool,
     asked: AtomicUsize,
@@ -43,7 +43,7 @@ impl Source for Gate {
     }
 }
 
-/// Weights on a disk that hangs, none of them resident, and both readers of their stream waiting.
+/// Weights on a hanging disk, none of them resident, with both readers of their stream waiting.
 struct Hanging {
     backend: Cpu,
     weights: Weights,
@@ -92,7 +92,7 @@ impl Hanging {
             .unwrap();
     }
 
-    /// Until so many reads have begun: two readers for each ring.
+    /// Waits until `readers` reads have begun: two readers per ring.
     fn wait_for_readers(&self, readers: usize) {
         while self.gate.asked.load(Ordering::Acquire) < readers {
             thread::yield_now();
@@ -103,7 +103,7 @@ impl Hanging {
         self.weights.ring_bytes().get() / self.layout.ring.get()
     }
 
-    /// Lets the disk answer, until no read keeps anything.
+    /// Lets the disk respond, and waits until no read keeps memory.
     fn answer(&self) {
         self.gate.open.store(true, Ordering::Release);
         while self.weights.left_bytes() > Bytes::ZERO {
