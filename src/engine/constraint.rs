@@ -367,8 +367,8 @@ mod tests {
         )
     }
 
-    /// An answer of a model without preferences: any token that the form allows, by the seed. With an odd seed, it is
-    /// asked even if the form leaves no choice.
+    /// Returns the answer of a model without preferences: any token that the form allows, by the seed. With an odd
+    /// seed, the model also chooses the forced tokens.
     fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
         let tokenizer = tokenizer();
         let mut sampler = Sampler::new(Sampling {

@@ -305,7 +305,7 @@ impl Retained {
         self.memory.iter().filter_map(Weak::upgrade)
     }
 
-    /// Adds what another record keeps; duplicates count once, returned reads are dropped.
+    /// Merges another record; duplicates count once, and returned reads are dropped.
     pub fn add(&mut self, other: Self) {
         if !other.hangs() {
             return;

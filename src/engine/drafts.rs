@@ -5,9 +5,10 @@
 //!                 └──── match ────┘└─ draft ─┘
 //! ```
 //!
-//! One pass computes the next token and the draft; the sampler accepts drafted tokens as long as they equal its own choices, so
-//! drafting never changes an answer. The depth follows from the acceptance rate by match length and from the measured cost of
-//! additional tokens in a pass: high when computing is the bottleneck, near zero when layers are read from disk.
+//! One pass computes the next token and the draft; the sampler accepts drafted tokens as long as they equal its own
+//! choices, so drafting never changes an answer. The draft length follows from the acceptance rate by match length and
+//! from the measured cost of additional tokens in a pass: high when computing is the bottleneck, near zero when layers
+//! are read from disk.
 
 use std::time::Duration;
 
@@ -179,17 +180,17 @@ const MATCH_MIN: usize = 2;
 const MATCH_LONG: usize = 4;
 /// Longer matches count as one of this length.
 const MATCH_MAX: usize = 8;
-/// Acceptance rates assumed before the first verification, for short and for long matches. Our choice; the rates of the answer
-/// replace them.
+/// Acceptance rates assumed before the first verification, for short and for long matches. Our choice; the rates of the
+/// answer replace them.
 const RIGHT_SHORT: f64 = 0.25;
 const RIGHT_LONG: f64 = 0.75;
-/// Cost assumed for each additional token until measured. Two cores of an EPYC with AVX-512, SmolLM2 135M Q4_1: a pass of four
-/// answers takes 1.8 times as long as of one.
+/// Cost assumed for each additional token until measured. Two cores of an EPYC with AVX-512, SmolLM2 135M Q4_1: a pass
+/// of four answers takes 1.8 times as long as of one.
 const MORE_UNKNOWN: f64 = 0.25;
 /// Minimum expected gain. Our choice: a margin for the variance of the estimates.
 const GAIN_MIN: f64 = 0.05;
-/// Passes after which one token is drafted although drafting does not pay, to update the rate. At the assumed cost, 0.8 % of
-/// the time.
+/// Passes after which one token is drafted although drafting does not pay, to update the rate. At the assumed cost, 0.8
+/// % of the time.
 const TRY_EVERY: u32 = 32;
 /// Passes after which one is computed without a draft, since pass time changes with the context. Our choice.
 const ALONE_EVERY: u32 = 32;

@@ -316,7 +316,7 @@ const CONFIG_MAX: Bytes = Bytes::from_mib(1);
 const SAFETENSORS_HEADER_MAX: Bytes = Bytes::from_mib(10);
 const FILES_MAX: usize = 4096;
 const WIDTH_MAX: u32 = 1 << 18;
-/// Four times the largest vocabulary of today.
+/// Four times the largest vocabulary of current models.
 const VOCABULARY_MAX: u32 = 1 << 20;
 
 #[cfg(test)]
@@ -380,7 +380,7 @@ mod tests {
             shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
             Bytes::from_kib(64).get()
         );
-        // 24 recurrent layers of 32 heads of 128 × 128 with the convolution's state, and one more that is computed aside.
+        // 24 recurrent layers of 32 heads of 128 × 128 with the convolution's state, and the working area of one layer.
         assert!(
             (Bytes::from_mib(50)..Bytes::from_mib(54)).contains(&shape.state_bytes),
             "{}",

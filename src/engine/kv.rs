@@ -245,9 +245,9 @@ impl KvCache {
         }
     }
 
-    /// Returns the blocks of a windowed layer in a copy that a token at `position` sees, part by part, each with its
-    /// working area; only the block that the token is written to if `is_written`. `number` is the layer's index among
-    /// the windowed layers.
+    /// Returns the stored blocks of a windowed layer in the window of a token at `position`, part by part, each with
+    /// its target in the working area; with `is_written`, only the block of that token. `number` is the layer's index
+    /// among the windowed layers.
     pub(super) fn window_of_copy(
         &self,
         (copy, state): (&Copy, Option<&Buffer>),

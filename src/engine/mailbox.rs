@@ -439,7 +439,7 @@ impl Shared {
         }
     }
 
-    /// Takes what is available without waiting; a command only if `commands`.
+    /// Takes the pending events without waiting; a command only if `commands`.
     pub(super) fn poll(&self, now: Instant, commands: bool) -> Polled {
         let mut mailbox = self.lock();
         mailbox.sweep(now);

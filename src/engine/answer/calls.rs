@@ -2,7 +2,7 @@
 //!
 //! | written as | by |
 //! |---|---|
-//! | `{"name": …, "arguments": {…}}`, alone, in a list, or behind one another | Hermes, Qwen, Granite, Phi 4, SmolLM, Llama (`parameters`) |
+//! | `{"name": …, "arguments": {…}}`, alone, in a list, or in sequence | Hermes, Qwen, Granite, Phi 4, SmolLM, Llama (`parameters`) |
 //! | `<function=name><parameter=key>value</parameter></function>` or `<function=name>{…}</function>` | Qwen 3 Coder, Qwen 3.5; Llama 3.1 |
 //! | `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}` | Mistral |
 //! | `name(key=value)`, `[name(key=value), …]` | Gemma, Llama 3.2, LFM2 |

@@ -323,10 +323,10 @@ pub struct Attend<'a> {
     pub prepare: Prepare,
 }
 
-/// Tokens removed from the cache, between some that stay and all others.
+/// Gap of dropped tokens in the cache, between those kept at the beginning and all later ones.
 ///
-/// Both keep their original positions, so that only queries are rotated: for tokens before the gap back by its length,
-/// as if it did not exist.
+/// Both sides keep their original positions, so that only queries are rotated: for tokens before the gap, back by its
+/// length, as if it did not exist.
 #[derive(Debug)]
 pub struct Gap<'a> {
     /// Tokens before it; whole blocks.

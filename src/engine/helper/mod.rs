@@ -7,7 +7,7 @@
 //! ```text
 //!  daemon ──spawn──► helper (vocabulary as tree) ───fork───► job: one grammar with its masks, or one rendered text
 //!     │                 ▲                                      │  RLIMIT_DATA, a timer of CPU time
-//!     ├──setup, fds─────┘                                      │  ends with its stream, and gives everything back
+//!     ├──setup, fds─────┘                                      │  ends with its stream; its memory is freed
 //!     └──────────────── a stream for each job ─────────────────┘
 //! ```
 //!

@@ -35,7 +35,7 @@ pub(super) struct Pass<'pass, 'checkpoint> {
     pub(super) rows: usize,
     /// Conversations of the chunk's rows.
     pub(super) batch: Batch,
-    /// How the output of the last part is added to the residual stream, if it has yet to be.
+    /// Pending addition of the last part's output to the residual stream, if any.
     pub(super) residual: Option<Residual>,
 }
 
@@ -448,8 +448,8 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Copies the blocks of a windowed layer that a lane's token sees to the working area, or the block that the token
-    /// was written to (`is_written`) back.
+    /// Copies the blocks in the window of a lane's token to the working area; with `is_written`, copies the token's
+    /// block back.
     fn move_window(
         &mut self,
         (lane, number): (Lane, usize),

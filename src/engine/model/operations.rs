@@ -116,7 +116,8 @@ impl Model {
         self.backend.trim();
     }
 
-    /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last one.
+    /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last
+    /// token.
     ///
     /// # Errors
     /// See [`ForwardError`]; after most of them the sequence is lost.

@@ -147,8 +147,8 @@ impl Model {
         })
     }
 
-    /// Restores the most recent conversations that fit the capacity, and removes the file. `go_on` is polled between places;
-    /// `false` aborts without restoring any.
+    /// Restores the most recent conversations that fit the capacity, and removes the file. `go_on` is polled between
+    /// places; `false` aborts without restoring any.
     ///
     /// # Errors
     /// When the file cannot be read, is damaged, or belongs to another model or KV type.

@@ -442,8 +442,8 @@ impl Sequence {
         self.release_copies();
     }
 
-    /// Returns where the blocks of a windowed layer are stored that a lane's token at `position` sees, part by part,
-    /// each with its working area. If `is_written`, only the block that the token is written to.
+    /// Returns the stored blocks of a windowed layer in the window of a lane's token at `position`, part by part, each
+    /// with its target in the working area; with `is_written`, only the block of that token.
     pub(super) fn aside_window(
         &self,
         lane: Lane,
@@ -455,7 +455,7 @@ impl Sequence {
         Some(self.cache.window_of_copy(copy, number, position))
     }
 
-    /// Returns where a layer of a lane's state is stored, part by part, each with its working area.
+    /// Returns the stored parts of a layer of a lane's state, each with its target in the working area.
     pub(super) fn aside_layer(&self, lane: Lane, layer: usize) -> Option<Vec<(Span, Span)>> {
         let parked = self.parked.get(self.parked.number_of(lane)?)?;
         let (bytes, memory) = self.state.layer_of_copy(layer)?;
@@ -607,7 +607,8 @@ impl Sequence {
     /// Cuts the sequence back to its longest usable prefix of at most `tokens` tokens. Resets a lost sequence, and one
     /// whose tokens were once stored in a smaller KV type than the present one.
     pub(super) fn keep(&mut self, backend: &mut dyn Backend, tokens: u32) {
-        // Recompute tokens of lost precision as soon as the type permits: an answer must not depend on earlier sheds.
+        // Recompute tokens that lost precision as soon as a larger type is in force: an answer must not depend on
+        // earlier sheds.
         if self.lost || self.kv_precision < self.cache.kind() {
             self.reset(backend);
             return;

@@ -13,7 +13,7 @@ pub enum Architecture {
     Gemma3,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
-    /// LFM2 and LFM2.5 dense: short convolutions with an attention layer here and there.
+    /// LFM2 and LFM2.5 dense: short convolutions with attention layers at intervals.
     Lfm2,
     /// Llama 2 and 3, and early Mistral.
     Llama,
@@ -239,7 +239,7 @@ impl RecurrentSpec {
     pub const fn work(&self) -> usize {
         match self {
             Self::Convolution(spec) => (spec.taps + 2) * spec.channels,
-            // Each element of a state is decayed, asked, corrected and asked again.
+            // Each element of a state is decayed, read, corrected and read again.
             Self::Delta(spec) => 4 * spec.values() * spec.head_dim,
         }
     }

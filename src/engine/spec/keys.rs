@@ -106,7 +106,7 @@ impl Keys<'_> {
     ) -> Result<AttentionSpec, LoadErrorKind> {
         let heads = self.count_of_layers("attention.head_count", HEADS_MAX)?;
         let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
-        // A list has zeros only where no layer attends.
+        // Zero only in a list for a model without attention layers.
         let kv_heads = kv_heads.filter(|heads| *heads > 0).unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {
             return Err(self.wrong(

@@ -1,10 +1,11 @@
 //! Products of four Q4_K or IQ4_XS rows at once with one token, for AVX-512.
 //!
-//! In these types every byte contains two weights, so that the work per byte, not memory, limits a core: 19 GB/s with one row
-//! at a time where memory provides 28. Four rows share the preparation of the token's block: its registers are loaded
-//! and permuted to the order of the nibbles once, the heads of four blocks are unpacked together, one lane per row, and
-//! the last steps of the four totals are done in one register. The four lanes of a row's sum (see [`super::avx512`])
-//! are therefore four registers here, and need no last sum across lanes. The order of every sum is the same as there.
+//! In these types every byte contains two weights, so that the work per byte, not memory, limits a core: 19 GB/s with
+//! one row at a time where memory provides 28. Four rows share the preparation of the token's block: its registers are
+//! loaded and permuted to the order of the nibbles once, the heads of four blocks are unpacked together, one lane per
+//! row, and the last steps of the four totals are done in one register. The four lanes of a row's sum (see
+//! [`super::avx512`]) are therefore four registers here, and need no last sum across lanes. The order of every sum is
+//! the same as there.
 //!
 //! Four rows are four streams, which the hardware prefetcher does not recognise as one contiguous region (10 GB/s): the
 //! rows after them are prefetched in memory order, one block's bytes per block. For long rows that would exceed the
@@ -29,8 +30,8 @@ trait Kind {
     /// Bytes of a block, and those in front of its quants.
     const BYTES: usize;
     const HEAD: usize;
-    /// Whether there are minimums, whose scale follows that of the scales; if not, quants are reduced by `1 << LESS`, and
-    /// minimums are the scales.
+    /// Whether there are minimums, whose scale follows that of the scales; if not, quants are reduced by `1 << LESS`,
+    /// and minimums are the scales.
     const MINIMUMS: bool;
     const LESS: i32 = 0;
     /// The scales of four blocks.
@@ -169,7 +170,7 @@ struct IQ4XS {
     /// The bytes with four bits of each scale, and with two; and factors that move these to one place.
     lower: [__m512i; 2],
     upper: [__m512i; 2],
-    /// Where the scales of a row's first four runs are among those of two rows; the last four follow.
+    /// Indices of the scales of a row's first four runs among those of two rows; the last four follow.
     first: __m512i,
 }
 

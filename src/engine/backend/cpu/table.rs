@@ -16,7 +16,7 @@ pub(super) const IQ4: Table = [
 /// Twice the values of MXFP4 (E2M1 in "OCP Microscaling Formats" 1.0, table 5): three bits of size, and the sign.
 pub(super) const E2M1: Table = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// A table with an offset. As bytes with one of 128 they are unsigned.
+/// Adds `offset` to each value of a table; with 128, its bytes are unsigned.
 #[cfg(target_arch = "x86_64")]
 pub(super) const fn raised(mut table: Table, offset: u8) -> Table {
     let mut at = 0;

@@ -63,8 +63,8 @@ pub(super) trait Quants {
     /// `block` is a block of this type.
     unsafe fn unpack(block: *const u8) -> [__m256i; RUNS];
 
-    /// Those of four rows, for each run of 32 columns whose quants share bytes: eight columns of each row in a register,
-    /// if sixteen columns share a scale those selected by `half`.
+    /// Those of four rows, for each run of 32 columns whose quants share bytes: eight columns of each row in a
+    /// register, if sixteen columns share a scale those selected by `half`.
     ///
     /// # Safety
     ///
@@ -727,7 +727,7 @@ pub(super) fn less<S: Set, T: Small>() -> Option<i32> {
     }
 }
 
-/// Power of two by which quants are larger than what they stand for, if sums of activations correct that.
+/// Binary logarithm of the offset of quants that sums of activations correct; `None` if quants have no such offset.
 #[inline]
 pub(super) fn excess<S: Set, T: Super>() -> Option<i32> {
     let is_exact = T::MINIMUMS || (T::SIGNED && S::DOT == Dot::Pairs);
