@@ -23,9 +23,8 @@ use super::{
 use cotenant_units::{Bytes, Timestamp};
 
 /// What waits for memory, in the order in which it is served.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Admission {
-    limits: LeaseParams,
     #[serde(with = "crate::pairs")]
     waiting: BTreeMap<Place, Want>,
     /// The last number of an arrival.
@@ -124,26 +123,13 @@ impl Want {
 }
 
 impl Admission {
-    pub(super) const fn new(limits: LeaseParams) -> Self {
-        Self {
-            limits,
-            waiting: BTreeMap::new(),
-            arrivals: 0,
-        }
-    }
-
-    /// Keeps to other limits from now on.
-    pub(super) const fn set_limits(&mut self, limits: LeaseParams) {
-        self.limits = limits;
-    }
-
     /// The bound that one more request would break.
-    pub(super) fn full_for(&self, want: &Want) -> Option<(Quota, u32)> {
+    pub(super) fn full_for(&self, want: &Want, limits: &LeaseParams) -> Option<(Quota, u32)> {
         let asked = self
             .values()
             .filter(|other| other.deadline.is_some())
             .count();
-        let limit = self.limits.queue_max;
+        let limit = limits.queue_max;
         if reached(asked, limit) {
             return Some((Quota::Queue, limit));
         }
@@ -247,8 +233,8 @@ impl Admission {
     }
 
     /// Gives what has waited for long a better place, and what has had its turn its own one.
-    pub(super) fn age(&mut self, now: Timestamp) -> Vec<AdmissionDecision> {
-        let age = self.age_span();
+    pub(super) fn age(&mut self, limits: &LeaseParams, now: Timestamp) -> Vec<AdmissionDecision> {
+        let age = age_span(limits);
         let rank = |want: &Want| want.rank(now, age).map(|(rank, _)| rank);
         let moving = self
             .waiting
@@ -277,8 +263,8 @@ impl Admission {
     }
 
     /// When the next deadline or change of rank is due.
-    pub(super) fn next_deadline(&self, now: Timestamp) -> Option<Timestamp> {
-        let age = self.age_span();
+    pub(super) fn next_deadline(&self, limits: &LeaseParams, now: Timestamp) -> Option<Timestamp> {
+        let age = age_span(limits);
         let due = |want: &Want| {
             let ages = want.rank(now, age).map(|(_, until)| until);
             let ages = ages.filter(|until| *until < Timestamp::NEVER);
@@ -286,11 +272,11 @@ impl Admission {
         };
         self.values().filter_map(due).min()
     }
+}
 
-    /// The time for each class that it rises.
-    fn age_span(&self) -> Duration {
-        (self.limits.wait_max / 2).max(AGE_LEAST)
-    }
+/// The time for each class that it rises.
+fn age_span(limits: &LeaseParams) -> Duration {
+    (limits.wait_max / 2).max(AGE_LEAST)
 }
 
 fn reached(count: usize, limit: u32) -> bool {

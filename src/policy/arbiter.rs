@@ -513,7 +513,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
 
 fn serve_lease_deadlines(cx: &mut Context<'_>) {
     cx.with_leases(LeaseTable::expire);
-    for id in cx.leases.overdue(cx.now) {
+    for id in cx.leases.overdue(&cx.params.shed, cx.now) {
         if let Some(revocation) = cx.with_leases(|leases, turn| leases.escalate(id, turn)) {
             worker_orders::end_notification(cx, id, &revocation);
         }

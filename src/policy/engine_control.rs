@@ -22,7 +22,6 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    deadline::Deadline,
     decision::NextLoad,
     engine_failure::{Cure, EngineFailure, NextTry},
     event::IdleConversation,
@@ -50,7 +49,7 @@ pub(super) struct EngineControl {
     phase: Phase,
     /// Its last failure, until it is ready again.
     failure: Option<Failure>,
-    restart: Option<Restart>,
+    restart: Restart,
     pub(super) plans: Plans,
     pub(super) kv: KvUse,
     pace: Pace,
@@ -204,7 +203,6 @@ impl EngineControl {
     pub(super) fn new(params: Option<&EngineParams>) -> Self {
         Self {
             params: params.cloned(),
-            restart: params.map(|params| Restart::new(params.restart)),
             ..Self::default()
         }
     }
@@ -322,9 +320,7 @@ impl EngineControl {
         }
         self.phase = Phase::Ready;
         self.failure = None;
-        if let Some(restart) = &mut self.restart {
-            restart.ready(now);
-        }
+        self.restart.ready(now);
         true
     }
 
@@ -345,27 +341,29 @@ impl EngineControl {
         self.blocked.chunk = None;
         self.requests = 0;
         let mut remedy = AGAIN.to_owned();
-        let has_shape = self.shape.is_some();
-        let (retry, next) = match (self.restart.as_mut(), cure, left) {
-            (Some(restart), _, Some(left)) => (
-                Retry::WhenReadable(restart.held_up(now)),
+        let limits = self.params.as_ref().map(|params| params.restart);
+        let (retry, next) = match (limits, cure, left) {
+            (Some(limits), _, Some(left)) => (
+                Retry::WhenReadable(self.restart.held_up(&limits, now)),
                 NextLoad::WaitsForDisk { left },
             ),
             (_, Cure::Change { remedy: change }, _) => {
                 remedy = change;
                 (Retry::Never, NextLoad::NeedsChange)
             }
-            (Some(restart), Cure::Reread, None) => {
-                let at = restart.held_up(now);
+            (Some(limits), Cure::Reread, None) => {
+                let at = self.restart.held_up(&limits, now);
                 (
                     Retry::ReadAt(at),
                     NextLoad::ReadIn(at.saturating_since(now)),
                 )
             }
-            (Some(restart), Cure::Reload, None) if has_shape => match restart.failed(now) {
-                Some(at) => (Retry::At(at), NextLoad::In(at.saturating_since(now))),
-                None => (Retry::Never, NextLoad::GivenUp),
-            },
+            (Some(limits), Cure::Reload, None) if self.shape.is_some() => {
+                match self.restart.failed(&limits, now) {
+                    Some(at) => (Retry::At(at), NextLoad::In(at.saturating_since(now))),
+                    None => (Retry::Never, NextLoad::GivenUp),
+                }
+            }
             (_, Cure::Reload | Cure::Reread, _) => (Retry::Never, NextLoad::NothingToLoad),
         };
         self.failure = Some(Failure {
@@ -763,7 +761,7 @@ impl Plans {
 
     /// A plan has failed. The engine takes one after the other: the answers to earlier ones are lost, and what was done of
     /// this one stays done. What is in force is asked for after `confirm_at`.
-    pub(super) fn failed(&mut self, revision: u64, plan: EnginePlan, confirm_at: Deadline) {
+    pub(super) fn failed(&mut self, revision: u64, plan: EnginePlan, confirm_at: Timestamp) {
         let later = self.pending.split_off(&revision);
         let lost = std::mem::replace(&mut self.pending, later);
         let lost = lost
@@ -771,7 +769,7 @@ impl Plans {
             .map(|(revision, pending)| (revision, pending.plan));
         self.doubtful.extend(lost);
         self.doubt(revision, plan);
-        self.confirm_at = Some(confirm_at.at());
+        self.confirm_at = Some(confirm_at);
     }
 
     fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
@@ -829,13 +827,9 @@ mod tests {
             in_force: Some(plan(512)),
             ..Plans::default()
         };
-        plans.failed(3, plan(1024), Deadline::after(at(10), Duration::ZERO));
+        plans.failed(3, plan(1024), at(11));
         assert_eq!(plans.asked().count(), 1);
-        assert_eq!(
-            plans.take_unconfirmed(at(10)),
-            None,
-            "not due at once, whatever the settings say"
-        );
+        assert_eq!(plans.take_unconfirmed(at(10)), None, "not due yet");
         assert_eq!(plans.take_unconfirmed(at(11)), Some(plan(512)));
         plans.settled(4);
         assert_eq!(plans.asked().count(), 0);

@@ -477,6 +477,8 @@ mod tests {
         let lease = Lease::of_ours("tts", kind, 1, (mib(100), mib(100)), now);
         let mut turn = Turn {
             now,
+            shed: state.params.shed,
+            rarely: state.params.pressure.sample_max,
             ledger: &mut state.ledger,
             effects: Vec::new(),
         };

@@ -43,11 +43,8 @@ mod phase;
 mod revocation;
 
 /// All leases, and the holders that still use memory after the end of theirs.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LeaseTable {
-    shed: ShedParams,
-    /// Time between two readings that are not urgent.
-    rarely: Duration,
     #[serde(with = "crate::pairs")]
     leases: BTreeMap<LeaseId, Lease>,
     /// Holders whose leases have ended, and that are still measured to use memory.
@@ -88,6 +85,9 @@ pub(super) enum Effect {
 /// The context of a change of the table.
 pub(super) struct Turn<'a> {
     pub(super) now: Timestamp,
+    pub(super) shed: ShedParams,
+    /// Time between two readings that are not urgent.
+    pub(super) rarely: Duration,
     pub(super) ledger: &'a mut Ledger,
     pub(super) effects: Vec<Effect>,
 }
@@ -104,24 +104,6 @@ impl Turn<'_> {
 }
 
 impl LeaseTable {
-    pub(super) fn new(shed: ShedParams, rarely: Duration) -> Self {
-        Self {
-            shed,
-            rarely,
-            leases: BTreeMap::new(),
-            residual: BTreeMap::new(),
-            beyond: BTreeSet::new(),
-            last: LastNumbers::default(),
-            changes: 0,
-        }
-    }
-
-    /// Keeps to other settings from now on.
-    pub(super) const fn set_params(&mut self, shed: ShedParams, rarely: Duration) {
-        self.shed = shed;
-        self.rarely = rarely;
-    }
-
     pub(super) fn get(&self, id: LeaseId) -> Option<&Lease> {
         self.leases.get(&id)
     }
@@ -338,8 +320,8 @@ impl LeaseTable {
         held
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Timestamp> {
-        let patience = self.shed.verify_timeout;
+    pub(super) fn next_deadline(&self, shed: &ShedParams) -> Option<Timestamp> {
+        let patience = shed.verify_timeout;
         let leases = self.leases.values().filter_map(|lease| {
             let phase = match &lease.phase {
                 Phase::Granted => None,

@@ -6,7 +6,6 @@ pub mod arbiter;
 pub mod book;
 mod choose;
 pub mod compute;
-pub mod deadline;
 pub mod death;
 pub mod decision;
 pub mod denial;

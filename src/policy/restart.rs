@@ -12,7 +12,6 @@ use cotenant_units::Timestamp;
 /// The failures of one worker, or of the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
-    params: RestartParams,
     /// Failures within the window, oldest first; never more than the intensity and one.
     recent: VecDeque<Timestamp>,
     in_a_row: u32,
@@ -20,59 +19,42 @@ pub struct Restart {
 }
 
 impl Restart {
-    /// Nothing has failed yet.
-    #[must_use]
-    pub fn new(params: RestartParams) -> Self {
-        Self {
-            params,
-            ..Self::default()
-        }
-    }
-
-    /// Counts by other settings from now on.
-    pub const fn set_params(&mut self, params: RestartParams) {
-        self.params = params;
-    }
-
     /// It answers.
     pub fn ready(&mut self, now: Timestamp) {
         self.ready_since = Some(now);
     }
 
     /// It failed. Returns when it is started again; `None` where it failed too often within the window. The wait doubles with each failure in a row, and is short again after it has answered for long enough.
-    pub fn failed(&mut self, now: Timestamp) -> Option<Timestamp> {
-        self.forget_if_stable(now);
+    pub fn failed(&mut self, limits: &RestartParams, now: Timestamp) -> Option<Timestamp> {
+        self.forget_if_stable(limits, now);
         while let Some(oldest) = self.recent.front()
-            && now.saturating_since(*oldest) >= self.params.window
+            && now.saturating_since(*oldest) >= limits.window
         {
             self.recent.pop_front();
         }
         self.recent.push_back(now);
-        let limit = usize::try_from(self.params.intensity).unwrap_or(usize::MAX);
-        (self.recent.len() <= limit).then(|| self.next_try(now))
+        let most = usize::try_from(limits.intensity).unwrap_or(usize::MAX);
+        (self.recent.len() <= most).then(|| self.next_try(limits, now))
     }
 
     /// It failed for something that is waited for anyway: the wait grows as with any failure, and it is never given up.
-    pub fn held_up(&mut self, now: Timestamp) -> Timestamp {
-        self.forget_if_stable(now);
-        self.next_try(now)
+    pub fn held_up(&mut self, limits: &RestartParams, now: Timestamp) -> Timestamp {
+        self.forget_if_stable(limits, now);
+        self.next_try(limits, now)
     }
 
-    fn forget_if_stable(&mut self, now: Timestamp) {
+    fn forget_if_stable(&mut self, limits: &RestartParams, now: Timestamp) {
         if let Some(since) = self.ready_since.take()
-            && now.saturating_since(since) >= self.params.stable_after
+            && now.saturating_since(since) >= limits.stable_after
         {
             self.forget();
         }
     }
 
-    fn next_try(&mut self, now: Timestamp) -> Timestamp {
+    fn next_try(&mut self, limits: &RestartParams, now: Timestamp) -> Timestamp {
         let doubled = 1u32.checked_shl(self.in_a_row).unwrap_or(u32::MAX);
-        let wait = self
-            .params
-            .backoff_min
-            .saturating_mul(doubled)
-            .min(self.params.backoff_max);
+        let wait = limits.backoff_min.saturating_mul(doubled);
+        let wait = wait.min(limits.backoff_max);
         self.in_a_row = self.in_a_row.saturating_add(1).min(DOUBLINGS_MAX);
         now + wait
     }
@@ -105,34 +87,35 @@ mod tests {
 
     #[test]
     fn the_wait_doubles_up_to_its_limit_and_then_it_gives_up() {
-        let mut restart = Restart::new(RestartParams {
+        let limits = RestartParams {
             intensity: 4,
             backoff_max: Duration::from_secs(2),
             ..RestartParams::default()
-        });
-        assert_eq!(restart.failed(at(0)), Some(at(500)));
-        assert_eq!(restart.failed(at(500)), Some(at(1500)));
-        assert_eq!(restart.failed(at(1500)), Some(at(3500)));
-        assert_eq!(restart.failed(at(3500)), Some(at(5500)));
-        assert_eq!(restart.failed(at(5500)), None);
+        };
+        let mut restart = Restart::default();
+        assert_eq!(restart.failed(&limits, at(0)), Some(at(500)));
+        assert_eq!(restart.failed(&limits, at(500)), Some(at(1500)));
+        assert_eq!(restart.failed(&limits, at(1500)), Some(at(3500)));
+        assert_eq!(restart.failed(&limits, at(3500)), Some(at(5500)));
+        assert_eq!(restart.failed(&limits, at(5500)), None);
     }
 
     #[test]
     fn failures_outside_the_window_do_not_count_but_the_wait_stays_long() {
-        let mut restart = Restart::new(RestartParams::default());
+        let (limits, mut restart) = (RestartParams::default(), Restart::default());
         for second in [0, 30, 59] {
-            assert!(restart.failed(at(second * 1000)).is_some());
+            assert!(restart.failed(&limits, at(second * 1000)).is_some());
         }
-        assert_eq!(restart.failed(at(60_000)), Some(at(64_000)));
+        assert_eq!(restart.failed(&limits, at(60_000)), Some(at(64_000)));
     }
 
     #[test]
     fn a_stable_time_makes_the_wait_short_again_and_a_short_one_does_not() {
-        let mut restart = Restart::new(RestartParams::default());
-        let _ = restart.failed(at(0));
+        let (limits, mut restart) = (RestartParams::default(), Restart::default());
+        let _ = restart.failed(&limits, at(0));
         restart.ready(at(1000));
-        assert_eq!(restart.failed(at(60_999)), Some(at(61_999)));
+        assert_eq!(restart.failed(&limits, at(60_999)), Some(at(61_999)));
         restart.ready(at(62_000));
-        assert_eq!(restart.failed(at(122_000)), Some(at(122_500)));
+        assert_eq!(restart.failed(&limits, at(122_000)), Some(at(122_500)));
     }
 }

@@ -55,8 +55,8 @@ impl State {
             now: Timestamp::START,
             ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
             pressure: Pressure::new(params.pressure),
-            leases: LeaseTable::new(params.shed, params.pressure.sample_max),
-            queue: Admission::new(params.lease),
+            leases: LeaseTable::default(),
+            queue: Admission::default(),
             engine: EngineControl::new(params.engine.as_ref()),
             workers: WorkerControl::new(&params.workers),
             peaks,
@@ -103,9 +103,6 @@ impl State {
         }
         self.ledger
             .set_budget(params.budget.bytes(), params.budget.reserve);
-        self.leases
-            .set_params(params.shed, params.pressure.sample_max);
-        self.queue.set_limits(params.lease);
         self.params = params;
         self.renew_dwell();
         let names: Vec<String> = self

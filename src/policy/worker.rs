@@ -126,7 +126,7 @@ impl Worker {
             begun_at: None,
             requests: 0,
             idle_since: Timestamp::START,
-            restart: Restart::new(params.start.restart),
+            restart: Restart::default(),
             recycles: 0,
             history: WorkerHistory::default(),
             last_death: None,
@@ -140,7 +140,6 @@ impl Worker {
     pub(super) fn renew(&mut self, params: &WorkerParams) -> bool {
         let differ = self.params != *params;
         if differ {
-            self.restart.set_params(params.start.restart);
             self.params = params.clone();
         }
         differ
@@ -490,7 +489,8 @@ impl Worker {
             return AfterExit::Rests;
         }
         let retries = !needs_operator;
-        let until = retries.then(|| self.restart.failed(now)).flatten();
+        let limits = &self.params.start.restart;
+        let until = retries.then(|| self.restart.failed(limits, now)).flatten();
         self.phase = until.map_or(Phase::Degraded, |until| Phase::BackingOff { until });
         AfterExit::Failed { needs_operator }
     }

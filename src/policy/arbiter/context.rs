@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     admission::{Want, WantKind},
-    deadline::Deadline,
     decision::Decision,
     denial::{Denial, Problem},
     event::{Action, Answer, Done},
@@ -140,7 +139,7 @@ impl Context<'_> {
 
     /// The instant after `span`, later than now whatever a setting says: a deadline that is due at once would go unserved.
     pub(super) fn later(&self, span: Duration) -> Timestamp {
-        Deadline::after(self.now, span).at()
+        self.now + span.max(TICK)
     }
 
     /// Changes the table, and applies what follows from that, in order.
@@ -150,6 +149,8 @@ impl Context<'_> {
     ) -> T {
         let mut turn = Turn {
             now: self.now,
+            shed: self.params.shed,
+            rarely: self.params.pressure.sample_max,
             ledger: &mut self.state.ledger,
             effects: Vec::new(),
         };
@@ -309,3 +310,6 @@ fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
 pub(super) fn above_target(tenant: &str, max: Bytes, target: Bytes) -> Denial {
     Denial::invalid(tenant, "max", &max, Problem::AboveTarget { target })
 }
+
+/// The resolution of [`Timestamp`].
+const TICK: Duration = Duration::from_micros(1);

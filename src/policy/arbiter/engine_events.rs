@@ -4,7 +4,6 @@
 
 use super::{context::Context, engine_orders};
 use crate::{
-    deadline::Deadline,
     decision::{EngineDecision, NextLoad, StrayPlan},
     engine_control::{Applied, Confirmed, KvUse, PlanKind},
     engine_failure::Cure,
@@ -142,10 +141,10 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
     }
     // The plan in force is asked for before anything grows; after a longer time, if that one failed.
     let confirms = cx.engine.plans.in_force.as_ref() == Some(&pending.plan);
-    let confirm_at = Deadline::after(cx.now, if confirms { settle.max(dwell) } else { settle });
+    let confirm_at = cx.later(if confirms { settle.max(dwell) } else { settle });
     let grows_at = match pending.kind {
-        PlanKind::Regrow => confirm_at.at().max(cx.now + dwell),
-        PlanKind::Shed | PlanKind::Load => confirm_at.at(),
+        PlanKind::Regrow => confirm_at.max(cx.now + dwell),
+        PlanKind::Shed | PlanKind::Load => confirm_at,
     };
     cx.engine.blocked.growth = cx.engine.blocked.growth.max(Some(grows_at));
     // Its finished part is on the book until the engine reports which plan is in force.

@@ -23,7 +23,7 @@ use cotenant_units::Bytes;
 
 /// Serves at once, or queues for as long as `wait` allows.
 pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
-    let full = cx.queue.full_for(&want);
+    let full = cx.queue.full_for(&want, &cx.params.lease);
     let overtakes = cx.none_waits_before(want.class);
     let tenant = want.tenant.clone();
     let place = cx.queue.insert(want);
@@ -96,7 +96,7 @@ fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
 }
 
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
-    for aged in cx.state.queue.age(cx.state.now) {
+    for aged in cx.state.queue.age(&cx.state.params.lease, cx.state.now) {
         cx.decide(aged);
     }
     for want in cx.state.queue.take_due(cx.state.now) {

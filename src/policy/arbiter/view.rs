@@ -15,8 +15,8 @@ use cotenant_units::{Bytes, Timestamp};
 /// When [`DeadlineReached`](crate::event::Event::DeadlineReached) is due, if ever; later than the last event.
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
     [
-        state.leases.next_deadline(),
-        state.queue.next_deadline(state.now),
+        state.leases.next_deadline(&state.params.shed),
+        state.queue.next_deadline(&state.params.lease, state.now),
         state.engine.next_deadline(state.now),
         worker_events::next_deadline(state),
         state.dwell.ends(state.now),

@@ -67,8 +67,8 @@ impl LeaseTable {
             });
             lease.phase = Phase::Ending {
                 since: now,
-                deadline: until.unwrap_or(now) + self.shed.verify_timeout,
-                next_poll: now + self.shed.verify_poll,
+                deadline: until.unwrap_or(now) + turn.shed.verify_timeout,
+                next_poll: now + turn.shed.verify_poll,
                 unmeasurable: false,
                 unacknowledged,
             };
@@ -125,8 +125,8 @@ impl LeaseTable {
         // Its use before the acknowledgement shows nothing.
         (*since, *deadline, *next_poll, *open) = (
             now,
-            now + self.shed.verify_timeout,
-            now + self.shed.verify_poll,
+            now + turn.shed.verify_timeout,
+            now + turn.shed.verify_poll,
             None,
         );
         self.changes += 1;
@@ -210,7 +210,7 @@ impl LeaseTable {
             }
             Phase::Granted => false,
         }) {
-            let (poll, rarely) = (self.shed.verify_poll, self.rarely);
+            let (poll, rarely) = (turn.shed.verify_poll, turn.rarely);
             match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
                 Some(Phase::Revoking(Revocation { next_poll, .. })) => *next_poll = now + poll,
                 Some(Phase::Ending {
@@ -230,7 +230,7 @@ impl LeaseTable {
         }
         for (holder, residual) in &mut self.residual {
             if residual.next_poll <= now {
-                residual.next_poll = now + self.rarely;
+                residual.next_poll = now + turn.rarely;
                 let tenant = holder.clone();
                 turn.effects.push(Effect::Act(Action::Measure { tenant }));
             }
@@ -250,7 +250,7 @@ impl LeaseTable {
         let held = self.close(id, turn);
         let rest = used.saturating_sub(turn.ledger.held_by_tenant(holder));
         if rest > Bytes::ZERO {
-            self.watch_residual(view, turn.now);
+            self.watch_residual(view, turn);
         } else {
             self.forget_if_gone(holder, turn.ledger);
         }
@@ -289,7 +289,7 @@ impl LeaseTable {
         turn.ledger.measure(holder, presumed, turn.now);
         let (name, view) = (self.name_of(id), self.view(id, turn.ledger));
         let held = self.close(id, turn);
-        self.watch_residual(view, turn.now);
+        self.watch_residual(view, turn);
         turn.decide(LeaseDecision::ClosedUnaccounted { lease: name, held });
     }
 
@@ -299,7 +299,7 @@ impl LeaseTable {
         self.remove(id, turn)
     }
 
-    fn watch_residual(&mut self, lease: Option<LeaseView>, now: Timestamp) {
+    fn watch_residual(&mut self, lease: Option<LeaseView>, turn: &Turn<'_>) {
         let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.holder)) else {
             return;
         };
@@ -314,7 +314,7 @@ impl LeaseTable {
             ..lease
         };
         let residual = ResidualUse {
-            next_poll: now + self.shed.verify_poll,
+            next_poll: turn.now + turn.shed.verify_poll,
             unreadable_since: None,
             lease,
         };

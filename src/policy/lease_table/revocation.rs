@@ -6,6 +6,7 @@ use crate::{
     event::Action,
     lease::{LeaseId, LeaseKind, Target, TargetAnswer},
     ledger::Ledger,
+    params::ShedParams,
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -33,7 +34,7 @@ impl LeaseTable {
                 answered_at: lower.answered_at,
                 applied_at: None,
                 evidence: Evidence::Missing,
-                next_poll: turn.now + self.shed.verify_poll,
+                next_poll: turn.now + turn.shed.verify_poll,
                 voluntary,
             });
         }
@@ -54,12 +55,12 @@ impl LeaseTable {
     /// deadline, and the wish is the answer to it; what it wants less than that follows once the target is measured.
     /// Wishes that follow each other are spared together for [`WISHES`] times the time of one, and not for ever.
     pub(crate) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
-        let (now, timeout) = (turn.now, self.shed.verify_timeout);
+        let (now, timeout) = (turn.now, turn.shed.verify_timeout);
         let mut first = now;
         match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
             Some(Phase::Revoking(revocation)) if !revocation.voluntary => {
                 revocation.answered_at.get_or_insert(now);
-                revocation.next_poll = now + self.shed.verify_poll;
+                revocation.next_poll = now + turn.shed.verify_poll;
                 self.measure(id, turn);
                 return;
             }
@@ -115,7 +116,7 @@ impl LeaseTable {
             (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
         }
         revocation.answered = Some(answer.clone());
-        revocation.next_poll = now + self.shed.verify_poll;
+        revocation.next_poll = now + turn.shed.verify_poll;
         if answer != TargetAnswer::Applied || claimed.is_some() {
             turn.decide(LeaseDecision::Answered {
                 lease,
@@ -127,8 +128,8 @@ impl LeaseTable {
     }
 
     /// Leases whose target is over, with its grace, and was not seen to be reached.
-    pub(crate) fn overdue(&self, now: Timestamp) -> Vec<LeaseId> {
-        let patience = self.shed.verify_timeout;
+    pub(crate) fn overdue(&self, shed: &ShedParams, now: Timestamp) -> Vec<LeaseId> {
+        let patience = shed.verify_timeout;
         self.due(|phase| matches!(phase, Phase::Revoking(revocation) if revocation.ends_at(patience) <= now))
     }
 
@@ -231,7 +232,7 @@ impl LeaseTable {
             let revocation = revocation.clone();
             self.credit_reduced(id, &revocation, used, turn);
         }
-        let patience = self.shed.verify_timeout;
+        let patience = turn.shed.verify_timeout;
         let Phase::Revoking(revocation) = &mut self.leases.get_mut(&id)?.phase else {
             return None;
         };
@@ -266,7 +267,7 @@ impl LeaseTable {
             .used_before
             .unwrap_or(used)
             .saturating_sub(allowed);
-        let tolerance = promised.per_mille(1000u32.saturating_sub(self.shed.verify_per_mille));
+        let tolerance = promised.per_mille(1000u32.saturating_sub(turn.shed.verify_per_mille));
         if used > allowed.saturating_add(tolerance) {
             return;
         }
