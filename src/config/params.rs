@@ -127,21 +127,17 @@ impl Config {
                 "shedding.reclaim_min".to_owned(),
                 "lower `shedding.reclaim_min` or `budget.watermarks.elevated`",
             ),
-            other => match other.split_once('.') {
-                Some(("pressure", key)) => (format!("budget.{key}"), ""),
-                Some(("shed", key)) => (format!("shedding.{key}"), ""),
-                Some(("lease", key)) => (format!("leases.{key}"), ""),
-                Some(("engine", key)) => (format!("llm.{key}"), ""),
-                Some(("worker", key)) => (self.worker_path(key), WORKER_HINT),
-                _ => (other.to_owned(), ""),
-            },
+            other => (self.worker_path(other), WORKER_HINT),
         };
-        let hint = (!hint.is_empty()).then(|| hint.to_owned());
         let value = match self.percentage_at(&path) {
             Some(written) => format!("`{written}`, here {},", fault.value),
             None => format!("`{}`", fault.value),
         };
-        Fault::new(path, format!("{value} {}", fault.problem), hint)
+        Fault::new(
+            path,
+            format!("{value} {}", fault.problem),
+            Some(hint.to_owned()),
+        )
     }
 
     /// A watermark as it was written, where that is a percentage.
@@ -161,34 +157,19 @@ impl Config {
         }
     }
 
-    /// `asr.open.peak` as `workers[0].memory.variants[1].peak`.
+    /// `worker.asr.open.peak` as `workers[0].memory.variants[1].peak`.
     fn worker_path(&self, setting: &str) -> String {
-        let mut steps = setting.split('.');
-        let name = steps.next().unwrap_or_default();
-        let Some(index) = self.workers.iter().position(|worker| worker.name == name) else {
+        let mut steps = setting.split('.').skip(1);
+        let (name, size) = (steps.next(), steps.next());
+        let mut workers = self.workers.iter().zip(0..);
+        let Some((worker, index)) = workers.find(|(worker, _)| Some(worker.name.as_str()) == name)
+        else {
             return "workers".to_owned();
         };
-        let steps: Vec<&str> = steps.collect();
-        let variants = self
-            .workers
-            .get(index)
-            .map(|worker| worker.memory.variants.as_slice());
-        let variant = |name: &str| {
-            variants
-                .unwrap_or_default()
-                .iter()
-                .position(|variant| variant.name == name)
-        };
-        match steps.as_slice() {
-            [size @ ("steady" | "peak")] => format!("workers[{index}].memory.{size}"),
-            [name, size] => match variant(name) {
-                Some(place) if *size == "steady" => {
-                    format!("workers[{index}].memory.variants[{place}].bytes")
-                }
-                Some(place) => format!("workers[{index}].memory.variants[{place}].{size}"),
-                None => format!("workers[{index}].{name}.{size}"),
-            },
-            other => format!("workers[{index}].{}", other.join(".")),
+        let mut variants = worker.memory.variants.iter();
+        match variants.position(|variant| Some(variant.name.as_str()) == size) {
+            Some(place) => format!("workers[{index}].memory.variants[{place}].peak"),
+            None => format!("workers[{index}].memory.peak"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Validated parameters of the policy.
 //!
-//! `config` builds [`Params`] from the file; tests and the simulation build them in place. [`Params::validate`] tells
-//! all faults at once, so that a file with several mistakes is corrected in one go.
+//! `config` builds [`Params`] from the file and checks the range of each value. What depends on the budget is checked by
+//! [`Params::validate`], which tells all faults at once, so that a file with several mistakes is corrected in one go.
 
 mod check;
 
