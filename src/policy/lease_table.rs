@@ -14,7 +14,7 @@
 //! much on the book until the holder acknowledges the end (it releases the lease), its process is gone, or the term that
 //! it was granted last is over, after which no holder relies on a lease ([`Unacknowledged`]).
 //!
-//! The holder's own measurement is asked for every `verify_poll`; where a holder cannot be measured, the next sample of
+//! The holder's own measurement is asked for every [`VERIFY_POLL`]; where a holder cannot be measured, the next sample of
 //! the scope shows its memory as unmanaged.
 //!
 //! The table knows leases and the ledger only. What follows elsewhere from a change of it is an [`Effect`].
@@ -390,6 +390,9 @@ fn unknown(id: LeaseId) -> Denial {
         lease: format!("#{}", id.0),
     }
 }
+
+/// Time between two measurements of a holder that gives memory back.
+const VERIFY_POLL: Duration = Duration::from_millis(50);
 
 /// Use beyond a lease that is put down to whole pages and shared libraries.
 const SLACK_PER_MILLE: u32 = 20;

@@ -163,13 +163,9 @@ pub struct ShedParams {
     pub settle: Duration,
     /// How long a holder has to reach a lower target, by its class. Default 50 ms, 250 ms, 2 s, 2 s.
     pub deadlines: ClassDeadlines,
-    /// Time between two measurements of a holder that gives memory back. Default 50 ms.
-    pub verify_poll: Duration,
     /// How long after its end a lease's bytes stay on the book while no measurement tells; then they are unaccounted.
     /// Default 5 s.
     pub verify_timeout: Duration,
-    /// Part of a promise, in thousandths, that must be measured back before a target counts as reached. Default 900.
-    pub verify_per_mille: u32,
 }
 
 impl ShedParams {
@@ -180,9 +176,7 @@ impl ShedParams {
             minimum_reclaim: budget.per_mille(MINIMUM_RECLAIM_PER_MILLE),
             settle: SETTLE,
             deadlines: ClassDeadlines::default(),
-            verify_poll: VERIFY_POLL,
             verify_timeout: VERIFY_TIMEOUT,
-            verify_per_mille: VERIFY_PER_MILLE,
         }
     }
 }
@@ -237,8 +231,6 @@ pub struct LeaseParams {
     pub queue_max: u32,
     /// Leases and waiting requests of one user. Default 64.
     pub leases_per_uid: u32,
-    /// Longest name or request id, in bytes. Default 128.
-    pub text_max: u32,
 }
 
 impl Default for LeaseParams {
@@ -249,7 +241,6 @@ impl Default for LeaseParams {
             wait_max: Duration::from_secs(60),
             queue_max: 64,
             leases_per_uid: 64,
-            text_max: 128,
         }
     }
 }
@@ -547,6 +538,10 @@ impl Params {
 /// Name of the engine's own lease in the book.
 pub const ENGINE_TENANT: &str = "llm";
 
+/// Part of a promise, in thousandths, that must be measured back before a target counts as reached. Ollama accepts 75 % and
+/// over-commits; page rounding explains a few percent.
+pub const VERIFY_PER_MILLE: u32 = 900;
+
 /// Upper watermark: 2.0 GiB of 15 656 MiB, below which voice on an Orin NX degraded in the field.
 const ELEVATED_PER_MILLE: u32 = 130;
 /// Lower watermark: 1.0 GiB of 15 656 MiB.
@@ -572,10 +567,7 @@ fn sample_age_max() -> Duration {
 const FILL_RATE_MIB_PER_S: u32 = 6000;
 /// Longer than unmapping 1 GiB takes (151 ms measured).
 const SETTLE: Duration = Duration::from_millis(250);
-const VERIFY_POLL: Duration = Duration::from_millis(50);
 const VERIFY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Ollama accepts 75 % and over-commits; page rounding explains a few percent.
-const VERIFY_PER_MILLE: u32 = 900;
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@ use crate::{
     decision::{EngineDecision, NextLoad, StrayPlan},
     engine_control::{Applied, Confirmed, KvUse, PlanKind},
     engine_failure::Cure,
-    params::ENGINE_TENANT,
+    params::{ENGINE_TENANT, VERIFY_PER_MILLE},
     reason::PlanSize,
     residency::{EnginePlan, ModelShape, PlanLimits},
     state::State,
@@ -80,7 +80,7 @@ pub(super) fn take_applied(
             cx.pressure.trend.came_back(credited, now);
             let promised = before.saturating_sub(cx.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
-            if promised.per_mille(cx.params.shed.verify_per_mille) > given && !is_asked {
+            if promised.per_mille(VERIFY_PER_MILLE) > given && !is_asked {
                 cx.decide(EngineDecision::Short {
                     promised,
                     credited,

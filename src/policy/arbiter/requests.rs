@@ -138,7 +138,7 @@ pub(super) fn take_resize(
 fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     let (tenant, limits) = (&request.tenant, &state.params.lease);
     for (field, text) in [("tenant", tenant), ("request_id", &request.request_id)] {
-        let (bytes, limit) = (text.len(), limits.text_max);
+        let (bytes, limit) = (text.len(), TEXT_MAX);
         if Bytes::of_len(bytes).get() > u64::from(limit) {
             let shown: String = text.chars().take(SHOWN_MAX).collect();
             return Err(Denial::invalid(
@@ -309,6 +309,9 @@ fn answer_validation(
 fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
     (one.class, one.min, one.max, one.term) == (other.class, other.min, other.max, other.term)
 }
+
+/// Longest name or request id, in bytes.
+const TEXT_MAX: u32 = 128;
 
 /// Characters of a text that is too long which are shown in the denial.
 const SHOWN_MAX: usize = 32;

@@ -20,6 +20,7 @@ use crate::{
     event::{Action, Done, WorkerCommand, WorkerDone},
     lease::{Class, LeaseId, Ticket},
     lease_table::{Lease, LeaseTable},
+    params::VERIFY_PER_MILLE,
     pressure_level::PressureLevel,
     reason::{ReclaimReason, StopReason},
     reclaim,
@@ -454,7 +455,7 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let steady = worker.steady();
     let tolerance = held
         .saturating_sub(steady)
-        .per_mille(1000u32.saturating_sub(cx.params.shed.verify_per_mille));
+        .per_mille(1000 - VERIFY_PER_MILLE);
     let is_steady = measured.used <= steady.saturating_add(tolerance);
     let (auto, need) = (worker.params.rest.auto, worker.breathes_to());
     let mut stays = measured.used.max(steady);

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::{
-    Effect, Lease, LeaseTable, Phase, ResidualUse, Revocation, Turn, Unacknowledged, unknown,
+    Effect, Lease, LeaseTable, Phase, ResidualUse, Revocation, Turn, Unacknowledged, VERIFY_POLL,
+    unknown,
 };
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
@@ -68,7 +69,7 @@ impl LeaseTable {
             lease.phase = Phase::Ending {
                 since: now,
                 deadline: until.unwrap_or(now) + turn.shed.verify_timeout,
-                next_poll: now + turn.shed.verify_poll,
+                next_poll: now + VERIFY_POLL,
                 unmeasurable: false,
                 unacknowledged,
             };
@@ -123,12 +124,8 @@ impl LeaseTable {
             return Ok(false);
         }
         // Its use before the acknowledgement shows nothing.
-        (*since, *deadline, *next_poll, *open) = (
-            now,
-            now + turn.shed.verify_timeout,
-            now + turn.shed.verify_poll,
-            None,
-        );
+        (*since, *deadline, *next_poll, *open) =
+            (now, now + turn.shed.verify_timeout, now + VERIFY_POLL, None);
         self.changes += 1;
         self.measure(id, turn);
         Ok(true)
@@ -210,9 +207,11 @@ impl LeaseTable {
             }
             Phase::Granted => false,
         }) {
-            let (poll, rarely) = (turn.shed.verify_poll, turn.rarely);
+            let rarely = turn.rarely;
             match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
-                Some(Phase::Revoking(Revocation { next_poll, .. })) => *next_poll = now + poll,
+                Some(Phase::Revoking(Revocation { next_poll, .. })) => {
+                    *next_poll = now + VERIFY_POLL
+                }
                 Some(Phase::Ending {
                     next_poll,
                     unacknowledged,
@@ -222,7 +221,7 @@ impl LeaseTable {
                     let until = unacknowledged
                         .map(|open| open.until)
                         .filter(|until| *until > now);
-                    *next_poll = until.map_or(now + poll, |until| until.min(now + rarely));
+                    *next_poll = until.map_or(now + VERIFY_POLL, |until| until.min(now + rarely));
                 }
                 Some(Phase::Granted) | None => {}
             }
@@ -314,7 +313,7 @@ impl LeaseTable {
             ..lease
         };
         let residual = ResidualUse {
-            next_poll: turn.now + turn.shed.verify_poll,
+            next_poll: turn.now + VERIFY_POLL,
             unreadable_since: None,
             lease,
         };

@@ -1,12 +1,12 @@
 //! Targets of leases: set, answered, and credited or escalated by a reading.
 
-use super::{Effect, Evidence, Lease, LeaseTable, Lower, Phase, Revocation, Turn};
+use super::{Effect, Evidence, Lease, LeaseTable, Lower, Phase, Revocation, Turn, VERIFY_POLL};
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
     event::Action,
     lease::{LeaseId, LeaseKind, Target, TargetAnswer},
     ledger::Ledger,
-    params::ShedParams,
+    params::{ShedParams, VERIFY_PER_MILLE},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -34,7 +34,7 @@ impl LeaseTable {
                 answered_at: lower.answered_at,
                 applied_at: None,
                 evidence: Evidence::Missing,
-                next_poll: turn.now + turn.shed.verify_poll,
+                next_poll: turn.now + VERIFY_POLL,
                 voluntary,
             });
         }
@@ -60,7 +60,7 @@ impl LeaseTable {
         match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
             Some(Phase::Revoking(revocation)) if !revocation.voluntary => {
                 revocation.answered_at.get_or_insert(now);
-                revocation.next_poll = now + turn.shed.verify_poll;
+                revocation.next_poll = now + VERIFY_POLL;
                 self.measure(id, turn);
                 return;
             }
@@ -116,7 +116,7 @@ impl LeaseTable {
             (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
         }
         revocation.answered = Some(answer.clone());
-        revocation.next_poll = now + turn.shed.verify_poll;
+        revocation.next_poll = now + VERIFY_POLL;
         if answer != TargetAnswer::Applied || claimed.is_some() {
             turn.decide(LeaseDecision::Answered {
                 lease,
@@ -267,7 +267,7 @@ impl LeaseTable {
             .used_before
             .unwrap_or(used)
             .saturating_sub(allowed);
-        let tolerance = promised.per_mille(1000u32.saturating_sub(turn.shed.verify_per_mille));
+        let tolerance = promised.per_mille(1000 - VERIFY_PER_MILLE);
         if used > allowed.saturating_add(tolerance) {
             return;
         }

@@ -1,14 +1,15 @@
 //! Credit follows measurement: a shrunk lease holds what its holder really uses.
 
-use cotenant::{policy::lease::LeaseState, units::Bytes};
+use cotenant::{
+    policy::{lease::LeaseState, params::VERIFY_PER_MILLE},
+    units::Bytes,
+};
 
 use super::{Checker, Step};
 
 pub(crate) struct Credited;
 
-/// Tolerance: whole pages, crossing readings, and the margin of [`verify_per_mille`].
-///
-/// [`verify_per_mille`]: cotenant::policy::params::ShedParams::verify_per_mille
+/// Tolerance: whole pages, crossing readings, and the margin of [`VERIFY_PER_MILLE`].
 const SLACK: Bytes = Bytes::from_mib(1);
 
 impl Checker for Credited {
@@ -34,7 +35,7 @@ impl Checker for Credited {
             if credited == Bytes::ZERO {
                 continue;
             }
-            let leaves_open = 1000 - step.params.shed.verify_per_mille;
+            let leaves_open = 1000 - VERIFY_PER_MILLE;
             let open = before
                 .memory
                 .held
