@@ -29,7 +29,7 @@ use cotenant_policy::{
     compute::Compute,
     kv_type::KvType,
     residency::{EnginePlan, ModelShape},
-    streaming::Calibration,
+    speed::Calibration,
 };
 use cotenant_units::{Bytes, Tokens, page};
 

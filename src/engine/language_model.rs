@@ -13,7 +13,7 @@ use super::{
 use cotenant_policy::{
     kv_type::KvType,
     residency::{EnginePlan, ModelShape},
-    streaming::Calibration,
+    speed::Calibration,
 };
 use cotenant_units::{Bytes, Tokens};
 

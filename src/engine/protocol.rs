@@ -18,7 +18,7 @@ use cotenant_policy::{
     engine_failure::Cure,
     lease::Class,
     residency::{EnginePlan, ModelShape},
-    streaming::Calibration,
+    speed::Calibration,
 };
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Tokens};

@@ -33,8 +33,7 @@ use super::{
     residency::{EnginePlan, ModelShape, PlanLimits},
     restart::Restart,
     snapshot::{EngineState, KvView},
-    speed::Speed,
-    streaming::Calibration,
+    speed::{Calibration, Timing},
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
@@ -162,12 +161,20 @@ impl KvUse {
 }
 
 /// How fast the engine is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Pace {
-    /// By what it has timed itself.
-    speed: Speed,
-    /// What it measured when the model was loaded.
-    calibration: Option<Calibration>,
+    /// As measured when the model was loaded, and learned from answers; the figures of the field before.
+    by: Calibration,
+    is_measured: bool,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            by: Calibration::FIELD,
+            is_measured: false,
+        }
+    }
 }
 
 /// Instants before which nothing of a kind is asked again, because it failed, settles or is under way.
@@ -416,13 +423,9 @@ impl EngineControl {
         let pinned = self.kv.pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
         let used = self.kv.used.max(self.kv.expected).max(pinned).min(capacity);
         let params = self.params.as_ref()?;
-        let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
+        let limits = PlanLimits::new(params, used).at_speed(self.pace.by);
         // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
-        let is_measured = self
-            .pace
-            .calibration
-            .is_some_and(|by| by.prefill_ns_per_mib > 0);
-        Some(if is_measured {
+        Some(if self.pace.is_measured {
             limits.with_chunks_up_to(params.prefill_chunk_max)
         } else {
             limits
@@ -502,17 +505,18 @@ impl EngineControl {
 
     /// Takes what was measured in place of the figures of the field.
     pub(super) const fn calibrated(&mut self, calibration: Calibration) {
-        self.pace.speed.decode_ns_per_mib = calibration.compute_ns_per_mib;
-        self.pace.speed.read_ns_per_mib = calibration.read_busy_ns_per_mib;
-        self.pace.speed.slowed_ns_per_mib = calibration.slowed_ns_per_mib;
-        if calibration.prefill_ns_per_mib > 0 {
-            self.pace.speed.prefill_ns_per_mib = calibration.prefill_ns_per_mib;
+        let prefill = self.pace.by.prefill_ns_per_mib;
+        self.pace = Pace {
+            by: calibration,
+            is_measured: true,
+        };
+        if calibration.prefill_ns_per_mib == 0 {
+            self.pace.by.prefill_ns_per_mib = prefill;
         }
-        self.pace.calibration = Some(calibration);
     }
 
     /// Learns how fast the engine is, by an answer that was given from end to end with the plan in force.
-    pub(super) fn timed(&mut self, timing: &super::speed::Timing) {
+    pub(super) fn timed(&mut self, timing: &Timing) {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
@@ -520,28 +524,24 @@ impl EngineControl {
             .bytes_without(&BTreeSet::new())
             .saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
-        let calibration = self.pace.calibration.map(|by| match timing.token_ns() {
-            Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
-            None => by,
-        });
-        self.pace = Pace {
-            speed: self.pace.speed.learn(timing, weights, streamed),
-            calibration,
-        };
+        // A prompt is read in chunks, each of which reads the streamed layers once: what is left is computing.
+        if streamed == Bytes::ZERO {
+            self.pace.by = self.pace.by.learn_prompt(timing, weights);
+        }
+        if let Some(token_ns) = timing.token_ns() {
+            self.pace.by = self.pace.by.learn(shape, &plan.resident, token_ns);
+        }
     }
 
     /// Tokens per second under a plan, in thousandths, once it was measured what the engine can do.
     pub(super) fn milli_tokens_per_s(&self, plan: Option<&EnginePlan>) -> Option<u64> {
         let (shape, plan) = self.shape.as_ref().zip(plan)?;
-        Some(
-            self.pace
-                .calibration?
-                .milli_tokens_per_s(shape, &plan.resident),
-        )
+        let rate = self.pace.by.milli_tokens_per_s(shape, &plan.resident);
+        self.pace.is_measured.then_some(rate)
     }
 
-    pub(super) const fn speed(&self) -> Speed {
-        self.pace.speed
+    pub(super) const fn speed(&self) -> Calibration {
+        self.pace.by
     }
 
     /// From now on KV is kept so when memory is plentiful; `false` where there is no engine.

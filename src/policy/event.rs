@@ -22,8 +22,7 @@ use super::{
     reason::{LevelReason, PlanReason, ReclaimReason, StopReason},
     residency::{EnginePlan, ModelShape},
     shedding::Weighing,
-    speed::Timing,
-    streaming::Calibration,
+    speed::{Calibration, Timing},
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 

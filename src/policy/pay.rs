@@ -4,7 +4,7 @@
 //! pages that are read again, below the last resort it ends a process. So Elevated gives up only KV that no answer uses,
 //! Critical pays for layers what reading them is worth, and for workers; the last resort pays anything.
 
-use super::{params::PressureParams, pressure::Pressure, speed::Speed};
+use super::{params::PressureParams, pressure::Pressure, speed::Calibration};
 use cotenant_units::Bytes;
 
 /// The pay for the bytes that are missing.
@@ -59,7 +59,7 @@ impl Pay {
     }
 
     /// Whether layers that give `bytes` may cost `price_us`; what they give beyond what is missing counts for nothing.
-    pub(super) fn affords(self, price_us: u64, bytes: Bytes, speed: Speed) -> bool {
+    pub(super) fn affords(self, price_us: u64, bytes: Bytes, speed: Calibration) -> bool {
         let worth = speed.reading_us(bytes.min(self.missing));
         self.level == Level::LastResort
             || (self.is_serious() && price_us <= worth.saturating_mul(READS))

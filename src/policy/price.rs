@@ -2,7 +2,7 @@
 //!
 //! The wait with a plan of the engine is that for its weights ([`Price::weights_us`]) and that for its KV
 //! ([`Price::kv_us`]); nothing else prices a layer or a block. One token takes the longer of computing and reading
-//! ([`Speed::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each of which
+//! ([`Calibration::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each of which
 //! reads what is streamed once; context that is lost has to be read again, as likely as it is needed: that of a conversation
 //! by how long it has been idle. What other holders give up is priced in the same unit. [`weight`] says by how much the wait
 //! of a class counts.
@@ -14,7 +14,7 @@ use super::{
     lease::Class,
     params::ResidencyMode,
     residency::{EnginePlan, ModelShape, PlanLimits},
-    speed::Speed,
+    speed::Calibration,
 };
 use cotenant_units::{Bytes, Tokens};
 
@@ -79,7 +79,7 @@ impl KvContents {
 #[derive(Clone, Copy, Debug)]
 pub struct Price<'a> {
     shape: &'a ModelShape,
-    speed: Speed,
+    speed: Calibration,
     mode: ResidencyMode,
     /// All weights of the model.
     weights: Bytes,
@@ -261,7 +261,7 @@ impl<'a> Price<'a> {
 
 /// The price of memory that a tenant gives up, µs: it waits for it as long as it may take over it, and has it read again.
 #[must_use]
-pub fn of_tenant(bytes: Bytes, deadline: Duration, speed: Speed) -> u64 {
+pub fn of_tenant(bytes: Bytes, deadline: Duration, speed: Calibration) -> u64 {
     (micros(deadline) / 2).saturating_add(speed.reading_us(bytes))
 }
 
@@ -273,7 +273,7 @@ pub fn of_variant(reload: Duration) -> u64 {
 
 /// The price of memory that a notified worker gives up, µs: it spares what is of some use to it, less than a variant is.
 #[must_use]
-pub fn of_notification(bytes: Bytes, reload: Duration, speed: Speed) -> u64 {
+pub fn of_notification(bytes: Bytes, reload: Duration, speed: Calibration) -> u64 {
     (micros(reload) / 4).saturating_add(speed.reading_us(bytes))
 }
 
@@ -471,10 +471,10 @@ mod tests {
     #[test]
     fn reading_that_hides_behind_computing_costs_an_answer_nothing() {
         let shape = model();
-        let slow = Speed {
-            decode_ns_per_mib: 100_000,
+        let slow = Calibration {
+            compute_ns_per_mib: 100_000,
             prefill_ns_per_mib: 10_000,
-            ..Speed::FIELD
+            ..Calibration::FIELD
         };
         let price = Price::new(&shape, &in_mode(ResidencyMode::Balanced).at_speed(slow));
         let chunk = Tokens::new(128);

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     kv_type::KvType,
     params::{EngineParams, ResidencyMode},
-    speed::Speed,
+    speed::Calibration,
 };
 #[cfg(test)]
 pub(crate) use crate::samples::{sample_shape, small_model};
@@ -297,7 +297,7 @@ pub struct PlanLimits {
     /// What context and speed are worth to each other.
     pub mode: ResidencyMode,
     /// By which that is reckoned.
-    pub speed: Speed,
+    pub speed: Calibration,
 }
 
 impl PlanLimits {
@@ -314,13 +314,13 @@ impl PlanLimits {
             prefill_chunk_max: params.prefill_chunk,
             resident_min: params.resident_min,
             mode: params.mode,
-            speed: Speed::FIELD,
+            speed: Calibration::FIELD,
         }
     }
 
     /// The same at a speed that was measured.
     #[must_use]
-    pub const fn at_speed(self, speed: Speed) -> Self {
+    pub const fn at_speed(self, speed: Calibration) -> Self {
         Self { speed, ..self }
     }
 

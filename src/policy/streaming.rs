@@ -6,26 +6,8 @@
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
-use super::residency::ModelShape;
+use super::{residency::ModelShape, speed::Calibration};
 use cotenant_units::Bytes;
-
-/// Measured times of the engine and the disk, in ns for each MiB.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Calibration {
-    /// To compute one token of an answer, for each MiB of layers and head.
-    pub compute_ns_per_mib: u64,
-    /// To read weights while no kernel computes.
-    pub read_ns_per_mib: u64,
-    /// To read them while kernels compute.
-    pub read_busy_ns_per_mib: u64,
-    /// Loss of computing by each MiB that is read meanwhile: the readers need a processor too.
-    pub slowed_ns_per_mib: u64,
-    /// To compute one token of a prompt, for each MiB of layers and head; zero where that was not measured.
-    #[serde(default)]
-    pub prefill_ns_per_mib: u64,
-}
 
 /// The ring on its way through the parts.
 struct Passage<'a> {
@@ -199,7 +181,7 @@ const TOKENS: u32 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{residency::sample_shape, speed::Speed};
+    use crate::residency::sample_shape;
 
     /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
     fn shape(ring: u64) -> ModelShape {
@@ -284,11 +266,6 @@ mod tests {
                 read_busy_ns_per_mib: read,
                 ..EVEN
             };
-            let speed = Speed {
-                decode_ns_per_mib: compute_ns_per_mib,
-                read_ns_per_mib: read,
-                ..Speed::FIELD
-            };
             // Rings that hold a part, and some of it.
             for ring in [24, 4] {
                 for streamed in 0..=40 {
@@ -296,7 +273,7 @@ mod tests {
                     let streamed = streamed as u64;
                     let exposed = Bytes::from_mib(streamed * 10u64.saturating_sub(ring));
                     let streamed = Bytes::from_mib(streamed * 10);
-                    let priced = speed.token_us(Bytes::from_mib(400), (streamed, exposed));
+                    let priced = by.token_us(Bytes::from_mib(400), (streamed, exposed));
                     let off = priced.abs_diff(passage);
                     assert!(
                         off <= passage / 10,

@@ -12,7 +12,7 @@ use cotenant::{
         },
         peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv},
-        streaming::Calibration,
+        speed::Calibration,
     },
     units::{Bytes, Tokens},
 };

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use cotenant::{
     cli::bench::engine::{TOKENS, count, in_one_line, mib, spread},
-    policy::streaming::Calibration,
+    policy::speed::Calibration,
     units::Bytes,
 };
 

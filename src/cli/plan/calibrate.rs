@@ -25,7 +25,7 @@ use cotenant_engine::{Engine, Model, ModelOptions, PartTime, protocol::Inspected
 use cotenant_policy::{
     params::EngineParams,
     residency::{ModelShape, PlanLimits},
-    streaming::Calibration,
+    speed::Calibration,
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores, host::Host};
 use cotenant_units::Tokens;

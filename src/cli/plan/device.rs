@@ -9,7 +9,7 @@ use crate::{
     plan::calibrate::{Coefficients, LayerCosts, Setting, UNMEASURED_PERCENT},
 };
 use cotenant_config::parse_size;
-use cotenant_policy::{speed::Speed, streaming::Calibration};
+use cotenant_policy::speed::Calibration;
 use cotenant_probe::{ProbeRoot, Sampler};
 use cotenant_units::Bytes;
 
@@ -69,15 +69,14 @@ impl Rates {
     }
 
     /// The same, as the policy reckons.
-    pub(crate) fn speed(self) -> Speed {
+    pub(crate) fn speed(self) -> Calibration {
         let ns_per_mib = |mib_per_s: u64| 1_000_000_000 / mib_per_s.max(1);
-        Speed {
-            decode_ns_per_mib: ns_per_mib(self.memory_mib_per_s),
-            read_ns_per_mib: ns_per_mib(self.disk_mib_per_s),
-            slowed_ns_per_mib: Speed::FIELD.slowed_ns_per_mib,
+        let (compute, field) = (ns_per_mib(self.memory_mib_per_s), Calibration::FIELD);
+        Calibration {
+            compute_ns_per_mib: compute,
             // A prompt is bound by computing; the ratio is that of the figures of the field.
-            prefill_ns_per_mib: ns_per_mib(self.memory_mib_per_s) * Speed::FIELD.prefill_ns_per_mib
-                / Speed::FIELD.decode_ns_per_mib.max(1),
+            prefill_ns_per_mib: compute * field.prefill_ns_per_mib / field.compute_ns_per_mib,
+            ..field.with_reading(ns_per_mib(self.disk_mib_per_s))
         }
     }
 }
@@ -235,9 +234,9 @@ impl Device {
             .map_err(cannot)?;
         let (memory, cma) = (reading.total(), reading.meminfo.cma_total);
         let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
-        let field = Speed::FIELD;
+        let field = Calibration::FIELD;
         let assumed = Rates::within(
-            per_s(field.decode_ns_per_mib),
+            per_s(field.compute_ns_per_mib),
             per_s(field.read_ns_per_mib),
             UNMEASURED_PERCENT,
         );

@@ -13,7 +13,6 @@ use cotenant_policy::{
     kv_type::KvType,
     params::{EngineParams, Params, ParamsError, ResidencyMode},
     residency::{EnginePlan, ModelShape, PlanLimits},
-    streaming::Calibration,
 };
 use cotenant_units::{Bytes, Tokens};
 
@@ -247,14 +246,7 @@ pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Devi
     let Device {
         rates, calibration, ..
     } = device;
-    let speed = rates.speed();
-    let expected = calibration.unwrap_or(Calibration {
-        compute_ns_per_mib: speed.decode_ns_per_mib,
-        read_ns_per_mib: speed.read_ns_per_mib,
-        read_busy_ns_per_mib: speed.read_ns_per_mib,
-        slowed_ns_per_mib: 0,
-        prefill_ns_per_mib: speed.prefill_ns_per_mib,
-    });
+    let expected = calibration.unwrap_or(rates.speed());
     let [slow, fast] = rates.disk_interval_mib_per_s;
     let reading = |mib_per_s: u64| {
         let ns = expected
@@ -291,6 +283,7 @@ mod tests {
     };
     use cotenant_dev::samples::sample_shape;
     use cotenant_engine::PartTime;
+    use cotenant_policy::speed::Calibration;
 
     /// A machine whose engine and disk are numbers: 40 parts of 10 MiB, 10 ms of computing for a token.
     struct Machine {

@@ -25,7 +25,7 @@ use cotenant_policy::{
     event::Action,
     params::{EngineParams, Params, Scope},
     residency::PlanLimits,
-    streaming::Calibration,
+    speed::Calibration,
 };
 
 async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::loaded::Model;
 use crate::{error::ApplyError, preemption::Flow};
-use cotenant_policy::{residency::EnginePlan, streaming::Calibration};
+use cotenant_policy::{residency::EnginePlan, speed::Calibration};
 use cotenant_units::Bytes;
 
 /// Measures, restores the plan in force, and empties the sequence.

@@ -26,7 +26,7 @@ use cotenant_policy::{
     compute::Compute,
     kv_type::KvType,
     residency::{EnginePlan, ModelShape},
-    streaming::Calibration,
+    speed::Calibration,
 };
 use cotenant_units::Tokens;
 

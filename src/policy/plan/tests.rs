@@ -6,7 +6,7 @@ use super::*;
 use crate::{
     params::EngineParams,
     residency::{KvShape, LayerKind, LayerShape, WindowedKv, sample_shape},
-    speed::Speed,
+    speed::Calibration,
 };
 
 fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
@@ -109,16 +109,16 @@ fn balanced_gives_up_what_costs_the_user_less() {
     let less = shape.plan(full - Bytes::from_mib(8), &limits).unwrap();
     assert_eq!((less.resident.len(), less.kv_capacity.get()), (4, 2048));
     // Where prompts are slow, context is worth more than speed.
-    let slow = limits.at_speed(Speed {
+    let slow = limits.at_speed(Calibration {
         prefill_ns_per_mib: 50_000,
-        ..Speed::FIELD
+        ..Calibration::FIELD
     });
     let less = shape.plan(full - Bytes::from_mib(8), &slow).unwrap();
     assert_eq!((less.resident.len(), less.kv_capacity.get()), (3, 4096));
     // And in between, both give.
-    let even = limits.at_speed(Speed {
+    let even = limits.at_speed(Calibration {
         prefill_ns_per_mib: 2600,
-        ..Speed::FIELD
+        ..Calibration::FIELD
     });
     let less = shape.plan(full - Bytes::from_mib(30), &even).unwrap();
     assert!(
@@ -145,9 +145,9 @@ fn streaming(prefill_ns_per_mib: u64) -> (ModelShape, EnginePlan, PlanLimits) {
         ..shape(&[100 << 20; 40], 24 << 20, 64)
     };
     let limits = limits(ResidencyMode::Balanced).with_chunks_up_to(Tokens::new(512));
-    let speed = Speed {
+    let speed = Calibration {
         prefill_ns_per_mib,
-        ..Speed::FIELD
+        ..Calibration::FIELD
     };
     let half = shape.plan(Bytes::from_mib(2100), &limits).unwrap();
     (shape, half, limits.at_speed(speed))
@@ -197,7 +197,7 @@ fn speeds_that_differ_a_little_change_a_chunk_once_at_most() {
         let bytes = shape.plan_bytes(&plan);
         let mut changes = 0;
         for wobble in [0, 30, 0, 30, 15, 0, 30] {
-            let speed = Speed {
+            let speed = Calibration {
                 prefill_ns_per_mib: prefill + prefill * wobble / 1000,
                 ..limits.speed
             };
@@ -290,7 +290,7 @@ proptest! {
         (share, room) in (0u64..1100, 0u64..50_000_000),
     ) {
         let shape = ModelShape { workspace_bytes_per_token: Bytes::new(per_token), ..shape(&layers, ring, 64) };
-        let speed = Speed { read_ns_per_mib: read, prefill_ns_per_mib: prefill, ..Speed::FIELD };
+        let speed = Calibration { prefill_ns_per_mib: prefill, ..Calibration::FIELD.with_reading(read) };
         let plain = PlanLimits { resident_min, ..limits(mode) }.at_speed(speed);
         let limits = plain.with_chunks_up_to(Tokens::new(600));
         let (full, floor) = (shape.full_plan(&limits), shape.floor_plan(&limits));
