@@ -505,10 +505,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
     } else {
         cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
     }
-    cx.with_leases(|leases, turn| {
-        leases.tend_residual(tenant, used, taken_at, turn);
-        leases.watch_bounds(tenant, turn);
-    });
+    cx.with_leases(|leases, turn| leases.watch_bounds(tenant, turn));
 }
 
 fn serve_lease_deadlines(cx: &mut Context<'_>) {

@@ -65,7 +65,8 @@ impl State {
     /// # Errors
     /// Why it is not asked.
     fn asked(&self, id: LeaseId, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
-        let Some(lease) = self.leases.get(id) else {
+        let lease = self.leases.get(id).filter(|lease| !lease.is_residual());
+        let Some(lease) = lease else {
             return Ok(Vec::new());
         };
         match (purpose, &lease.phase) {
@@ -79,7 +80,7 @@ impl State {
                 let to = revocation.target.bytes;
                 return Err(SpareReason::ComingDown { to });
             }
-            (_, Phase::Ending { .. }) => return Err(SpareReason::Ending),
+            (_, Phase::Ending { .. } | Phase::Residual { .. }) => return Err(SpareReason::Ending),
             (_, Phase::Granted) => {}
         }
         match (lease.kind, self.workers.get(&lease.tenant)) {
@@ -302,10 +303,12 @@ impl State {
         asked: Bytes,
         class: Class,
     ) -> Denial {
-        let is_own = |(id, lease): &(LeaseId, &Lease)| {
-            Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
+        let does_not_count = |(id, lease): &(LeaseId, &Lease)| {
+            Some(*id) == own
+                || lease.is_residual()
+                || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
         };
-        let others = self.leases.iter().filter(|one| !is_own(one));
+        let others = self.leases.iter().filter(|one| !does_not_count(one));
         Denial::InsufficientMemory {
             tenant: tenant.to_owned(),
             asked,

@@ -32,7 +32,7 @@ use super::{
     decision::LeaseDecision,
     denial::{Denial, NotHolder},
     event::Action,
-    lease::{LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseRequest, LeaseView, Peer},
+    lease::{LeaseId, LeaseKind, LeaseName, LeaseRequest, LeaseView, Peer},
     ledger::Ledger,
     params::ShedParams,
 };
@@ -47,24 +47,12 @@ mod revocation;
 pub(super) struct LeaseTable {
     #[serde(with = "crate::pairs")]
     leases: BTreeMap<LeaseId, Lease>,
-    /// Holders whose leases have ended, and that are still measured to use memory.
-    residual: BTreeMap<String, ResidualUse>,
     /// Holders that are measured beyond what they hold.
     beyond: BTreeSet<String>,
     /// The last numbers given out.
     last: LastNumbers,
     /// Changes of what outlives this run, besides those that the ledger counts.
     changes: u64,
-}
-
-/// A holder whose leases have ended, and that is still measured to use memory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct ResidualUse {
-    /// Its last lease, as it was at its end.
-    lease: LeaseView,
-    next_poll: Timestamp,
-    /// Since when it cannot be read: a later sample shows its memory as unmanaged.
-    unreadable_since: Option<Timestamp>,
 }
 
 /// The consequences of a change of the table, in order.
@@ -133,21 +121,6 @@ impl LeaseTable {
         Some(self.leases.get(&id)?.view(id, ledger))
     }
 
-    /// Leases that have ended and whose holders still use memory.
-    pub(super) fn residual_views(&self, ledger: &Ledger) -> impl Iterator<Item = LeaseView> {
-        self.residual.values().map(|residual| {
-            let measured = ledger.measurement(&residual.lease.holder);
-            LeaseView {
-                memory: LeaseMemory {
-                    used: measured.map(|measured| measured.used),
-                    used_at: measured.map(|measured| measured.at),
-                    ..residual.lease.clone().memory
-                },
-                ..residual.lease.clone()
-            }
-        })
-    }
-
     /// Whether `peer` may act on the lease.
     pub(super) fn owned(
         &self,
@@ -191,22 +164,11 @@ impl LeaseTable {
             Some(_) => pid == peer.pid,
             None => pid.is_none() && (name, uid) == (tenant.as_str(), peer.uid),
         };
-        let mut tenants = self
-            .values()
-            .filter(|lease| lease.kind == LeaseKind::Tenant);
-        if let Some(lease) = tenants.find(|lease| is_it(&lease.tenant, lease.owner)) {
+        let mut tenants = self.values();
+        let known = tenants
+            .find(|lease| lease.kind == LeaseKind::Tenant && is_it(&lease.tenant, lease.owner));
+        if let Some(lease) = known {
             return lease.holder.clone();
-        }
-        let mut residual = self.residual.iter();
-        let known = residual.find(|(_, residual)| {
-            let lease = &residual.lease;
-            is_it(
-                &lease.tenant,
-                (lease.owner.owner_uid, lease.owner.owner_pid),
-            )
-        });
-        if let Some((holder, _)) = known {
-            return holder.clone();
         }
         match peer.pid {
             _ if !self.is_known(tenant) => tenant.clone(),
@@ -216,11 +178,12 @@ impl LeaseTable {
     }
 
     pub(super) fn is_known(&self, holder: &str) -> bool {
-        self.residual.contains_key(holder) || !self.has_no_lease(holder)
+        self.values().any(|lease| lease.holder == holder)
     }
 
     fn has_no_lease(&self, holder: &str) -> bool {
-        self.values().all(|lease| lease.holder != holder)
+        self.values()
+            .all(|lease| lease.holder != holder || lease.is_residual())
     }
 
     pub(super) const fn last_numbers(&self) -> LastNumbers {
@@ -268,7 +231,7 @@ impl LeaseTable {
         match booked {
             Ok(()) => {
                 turn.effects.push(Effect::Granted { more });
-                self.residual.remove(&lease.holder);
+                self.drop_residual(&lease.holder, turn.ledger);
                 self.leases.insert(id, lease);
                 true
             }
@@ -333,11 +296,11 @@ impl LeaseTable {
                     next_poll,
                     ..
                 } => Some((*deadline).min(*next_poll)),
+                Phase::Residual { next_poll, .. } => Some(*next_poll),
             };
             [phase, lease.expires_at].into_iter().flatten().min()
         });
-        let residual = self.residual.values().map(|residual| residual.next_poll);
-        leases.chain(residual).min()
+        leases.min()
     }
 
     /// Names a holder that uses more than it holds, once each time that it begins to.
@@ -354,6 +317,14 @@ impl LeaseTable {
                 held,
                 free: turn.ledger.free(),
             });
+        }
+    }
+
+    /// What its holder uses without a lease is measured no more, or is part of another lease.
+    fn drop_residual(&mut self, holder: &str, ledger: &mut Ledger) {
+        let is_its = |lease: &Lease| lease.is_residual() && lease.holder == holder;
+        for (id, _) in self.leases.extract_if(.., |_, lease| is_its(lease)) {
+            ledger.close(id);
         }
     }
 
@@ -375,7 +346,7 @@ impl LeaseTable {
         let past = self.iter().find(|(_, lease)| {
             let is_set = |deadline: Timestamp| deadline > Timestamp::START;
             let expected = match &lease.phase {
-                Phase::Granted => true,
+                Phase::Granted | Phase::Residual { .. } => true,
                 Phase::Revoking(revocation) => is_set(revocation.target.deadline),
                 Phase::Ending { deadline, .. } => is_set(*deadline),
             };

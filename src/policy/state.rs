@@ -236,7 +236,8 @@ impl State {
                 let worker = self.workers.get(&lease.tenant);
                 worker.map_or(held, |worker| worker.stays(held).min(held))
             }
-            (Phase::Granted, LeaseKind::Tenant) | (Phase::Ending { .. }, _) => held,
+            (Phase::Granted, LeaseKind::Tenant)
+            | (Phase::Ending { .. } | Phase::Residual { .. }, _) => held,
         }
     }
 

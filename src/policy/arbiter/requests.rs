@@ -208,7 +208,7 @@ fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<()
 fn check_quota(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     let uid = request.peer.uid;
     let tenants = state.leases.values();
-    let owners = tenants.filter(|lease| lease.kind == LeaseKind::Tenant);
+    let owners = tenants.filter(|lease| lease.kind == LeaseKind::Tenant && !lease.is_residual());
     let owners: Vec<u32> = owners.map(|lease| lease.owner.0).collect();
     let waiting = state.queue.values().filter_map(|want| match &want.kind {
         WantKind::Lease(request) => Some(request.peer.uid),

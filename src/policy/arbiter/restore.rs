@@ -43,10 +43,7 @@ pub(super) fn book(state: &State) -> Book {
                 unacknowledged: Some(_),
                 ..
             } => ended.extend(booked(id, lease)),
-            Phase::Ending {
-                unacknowledged: None,
-                ..
-            } => {}
+            Phase::Ending { .. } | Phase::Residual { .. } => {}
         }
     }
     let workers = state.workers.values();

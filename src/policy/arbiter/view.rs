@@ -34,7 +34,6 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
         .ids()
         .filter_map(|id| state.lease_view(*id))
         .collect();
-    leases.extend(state.leases.residual_views(&state.ledger));
     let waiting = state.queue.values();
     leases.extend(waiting.filter_map(|want| waiting_view(want, &state.ledger)));
     Snapshot {

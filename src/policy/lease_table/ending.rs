@@ -3,14 +3,13 @@
 use std::time::Duration;
 
 use super::{
-    Effect, Lease, LeaseTable, Phase, ResidualUse, Revocation, Turn, Unacknowledged, VERIFY_POLL,
-    unknown,
+    Effect, Lease, LeaseTable, Phase, Revocation, Turn, Unacknowledged, VERIFY_POLL, unknown,
 };
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
     denial::{Denial, NotHolder},
     event::Action,
-    lease::{LeaseId, LeaseKind, LeaseMemory, LeaseState, LeaseView, Peer},
+    lease::{LeaseId, LeaseKind, Peer},
     ledger::Ledger,
 };
 use cotenant_units::{Bytes, Timestamp};
@@ -18,20 +17,18 @@ use cotenant_units::{Bytes, Timestamp};
 impl LeaseTable {
     /// The process of a holder is gone: all of its leases end in one step, for it may have as many as its user may.
     pub(crate) fn holder_gone(&mut self, id: LeaseId, pid: Option<u32>, turn: &mut Turn<'_>) {
-        let is_holder = |owner: Option<u32>| pid.is_none() || pid == owner;
-        let Some(lease) = self.leases.get(&id) else {
-            let mut residual = self.residual.values().map(|residual| &residual.lease);
-            let lease = residual.find(|lease| lease.id == id && is_holder(lease.owner.owner_pid));
-            if let Some(holder) = lease.map(|lease| lease.holder.clone()) {
-                self.forget_holder(&holder, turn.ledger);
-                turn.effects.push(Effect::Moved);
-            }
+        let lease = self.leases.get(&id);
+        let is_holder = |lease: &&Lease| {
+            lease.kind == LeaseKind::Tenant && (pid.is_none() || pid == lease.owner.1)
+        };
+        let Some(lease) = lease.filter(is_holder) else {
             return;
         };
-        if lease.kind != LeaseKind::Tenant || !is_holder(lease.owner.1) {
-            return;
-        }
         let (holder, name) = (lease.holder.clone(), self.name_of(id));
+        if lease.is_residual() {
+            self.forget_holder(&holder, turn.ledger);
+            return turn.effects.push(Effect::Moved);
+        }
         let of_process = |lease: &Lease| {
             pid.is_some() && lease.kind == LeaseKind::Tenant && lease.owner.1 == pid
         };
@@ -144,31 +141,22 @@ impl LeaseTable {
                 unacknowledged,
                 ..
             } => *since < taken_at && unacknowledged.is_none_or(|open| open.until <= taken_at),
+            Phase::Residual {
+                unreadable_since, ..
+            } => unreadable_since.is_some_and(|since| since < taken_at),
             _ => false,
         }) {
             let name = self.name_of(id);
-            let holder = self
-                .leases
-                .get(&id)
-                .map(|lease| lease.holder.clone())
-                .unwrap_or_default();
+            let Some(lease) = self.leases.get(&id) else {
+                continue;
+            };
+            let (holder, is_residual) = (lease.holder.clone(), lease.is_residual());
             let held = self.close(id, turn);
             turn.ledger.estrange(&holder);
-            if self.has_no_lease(&holder) {
-                self.residual.remove(&holder);
+            if !is_residual {
+                turn.decide(LeaseDecision::ClosedUnmeasured { lease: name, held });
             }
-            turn.decide(LeaseDecision::ClosedUnmeasured { lease: name, held });
         }
-        self.residual.retain(|holder, residual| {
-            let shown = residual
-                .unreadable_since
-                .is_some_and(|since| since < taken_at);
-            if shown {
-                turn.ledger.estrange(holder);
-                turn.effects.push(Effect::Moved);
-            }
-            !shown
-        });
     }
 
     /// Ends leases that were not renewed within their term.
@@ -202,9 +190,9 @@ impl LeaseTable {
             self.give_up_on(id, turn);
         }
         for id in self.due(|phase| match phase {
-            Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => {
-                *next_poll <= now
-            }
+            Phase::Revoking(Revocation { next_poll, .. })
+            | Phase::Ending { next_poll, .. }
+            | Phase::Residual { next_poll, .. } => *next_poll <= now,
             Phase::Granted => false,
         }) {
             let rarely = turn.rarely;
@@ -223,16 +211,10 @@ impl LeaseTable {
                         .filter(|until| *until > now);
                     *next_poll = until.map_or(now + VERIFY_POLL, |until| until.min(now + rarely));
                 }
+                Some(Phase::Residual { next_poll, .. }) => *next_poll = now + rarely,
                 Some(Phase::Granted) | None => {}
             }
             self.measure(id, turn);
-        }
-        for (holder, residual) in &mut self.residual {
-            if residual.next_poll <= now {
-                residual.next_poll = now + turn.rarely;
-                let tenant = holder.clone();
-                turn.effects.push(Effect::Act(Action::Measure { tenant }));
-            }
         }
     }
 
@@ -245,14 +227,7 @@ impl LeaseTable {
         turn: &mut Turn<'_>,
     ) {
         let name = self.name_of(id);
-        let view = self.view(id, turn.ledger);
-        let held = self.close(id, turn);
-        let rest = used.saturating_sub(turn.ledger.held_by_tenant(holder));
-        if rest > Bytes::ZERO {
-            self.watch_residual(view, turn);
-        } else {
-            self.forget_if_gone(holder, turn.ledger);
-        }
+        let (held, rest) = self.retire(id, holder, used, turn);
         turn.decide(LeaseDecision::Closed {
             lease: name,
             held,
@@ -282,13 +257,12 @@ impl LeaseTable {
         let Some(lease) = self.leases.get(&id) else {
             return;
         };
-        let holder = &lease.holder;
-        let known = turn.ledger.used_by(holder).unwrap_or_default();
-        let presumed = turn.ledger.held_by_tenant(holder).max(known);
-        turn.ledger.measure(holder, presumed, turn.now);
-        let (name, view) = (self.name_of(id), self.view(id, turn.ledger));
-        let held = self.close(id, turn);
-        self.watch_residual(view, turn);
+        let holder = lease.holder.clone();
+        let known = turn.ledger.used_by(&holder).unwrap_or_default();
+        let presumed = turn.ledger.held_by_tenant(&holder).max(known);
+        turn.ledger.measure(&holder, presumed, turn.now);
+        let name = self.name_of(id);
+        let (held, _) = self.retire(id, &holder, presumed, turn);
         turn.decide(LeaseDecision::ClosedUnaccounted { lease: name, held });
     }
 
@@ -298,50 +272,37 @@ impl LeaseTable {
         self.remove(id, turn)
     }
 
-    fn watch_residual(&mut self, lease: Option<LeaseView>, turn: &Turn<'_>) {
-        let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.holder)) else {
-            return;
-        };
-        let lease = LeaseView {
-            state: LeaseState::Gone,
-            memory: LeaseMemory {
-                held: Bytes::ZERO,
-                ..lease.memory
-            },
-            target: None,
-            expires_at: None,
-            ..lease
-        };
-        let residual = ResidualUse {
-            next_poll: turn.now + VERIFY_POLL,
-            unreadable_since: None,
-            lease,
-        };
-        self.residual
-            .insert(residual.lease.holder.clone(), residual);
-    }
-
-    /// Residual use is forgotten when its memory is back; what cannot be read is unmanaged from the next sample on.
-    pub(crate) fn tend_residual(
+    /// Takes what an ended lease holds off the book. Its holder is measured on while it uses more than its other leases hold.
+    /// Returns what it held, and how much that is.
+    fn retire(
         &mut self,
+        id: LeaseId,
         holder: &str,
-        used: Option<Bytes>,
-        taken_at: Timestamp,
+        used: Bytes,
         turn: &mut Turn<'_>,
-    ) {
-        let Some(residual) = self.residual.get_mut(holder) else {
-            return;
-        };
-        match used {
-            Some(Bytes::ZERO) => {
-                self.forget_holder(holder, turn.ledger);
+    ) -> (Bytes, Bytes) {
+        let held = turn.ledger.lower(id, Bytes::ZERO);
+        let rest = used.saturating_sub(turn.ledger.held_by_tenant(holder));
+        let is_last = self
+            .iter()
+            .all(|(other, lease)| other == id || lease.holder != holder);
+        match self.leases.get_mut(&id) {
+            Some(lease) if is_last && rest > Bytes::ZERO => {
+                lease.phase = Phase::Residual {
+                    next_poll: turn.now + VERIFY_POLL,
+                    unreadable_since: None,
+                };
+                self.beyond.remove(holder);
                 turn.effects.push(Effect::Moved);
             }
-            Some(_) => residual.unreadable_since = None,
-            None => {
-                residual.unreadable_since.get_or_insert(taken_at);
+            _ => {
+                self.close(id, turn);
+                if rest == Bytes::ZERO {
+                    self.forget_if_gone(holder, turn.ledger);
+                }
             }
         }
+        (held, rest)
     }
 
     fn forget_if_gone(&mut self, holder: &str, ledger: &mut Ledger) {
@@ -350,8 +311,8 @@ impl LeaseTable {
         }
     }
 
-    fn forget_holder(&mut self, holder: &str, ledger: &mut Ledger) {
-        self.residual.remove(holder);
+    pub(super) fn forget_holder(&mut self, holder: &str, ledger: &mut Ledger) {
+        self.drop_residual(holder, ledger);
         ledger.forget(holder);
     }
 }

@@ -85,6 +85,7 @@ impl Lease {
         let (state, target) = match &self.phase {
             Phase::Granted => (LeaseState::Granted, None),
             Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
+            Phase::Residual { .. } => (LeaseState::Gone, None),
             Phase::Ending { deadline, .. } => (
                 LeaseState::Gone,
                 Some(Target {
@@ -121,7 +122,12 @@ impl Lease {
     }
 
     pub(crate) const fn is_ending(&self) -> bool {
-        matches!(self.phase, Phase::Ending { .. })
+        matches!(self.phase, Phase::Ending { .. } | Phase::Residual { .. })
+    }
+
+    /// Off the book, with a holder that still uses memory.
+    pub(crate) const fn is_residual(&self) -> bool {
+        matches!(self.phase, Phase::Residual { .. })
     }
 
     pub(crate) fn is_owned_by(&self, peer: &Peer) -> bool {
@@ -132,7 +138,7 @@ impl Lease {
     pub(crate) const fn revocation(&self) -> Option<&Revocation> {
         match &self.phase {
             Phase::Revoking(revocation) => Some(revocation),
-            Phase::Granted | Phase::Ending { .. } => None,
+            Phase::Granted | Phase::Ending { .. } | Phase::Residual { .. } => None,
         }
     }
 
@@ -157,6 +163,12 @@ pub(crate) enum Phase {
         unmeasurable: bool,
         /// The holder has not acknowledged the end.
         unacknowledged: Option<Unacknowledged>,
+    },
+    /// Holds nothing any more, and its holder is still measured to use memory, which is unaccounted.
+    Residual {
+        next_poll: Timestamp,
+        /// Since when the holder cannot be read: a later sample shows its memory as unmanaged.
+        unreadable_since: Option<Timestamp>,
     },
 }
 

@@ -209,6 +209,19 @@ impl LeaseTable {
                         None => self.close_measured(id, holder, used, turn),
                     }
                 }
+                (Some(Phase::Residual { .. }), Some(Bytes::ZERO)) => {
+                    self.forget_holder(holder, turn.ledger);
+                    turn.effects.push(Effect::Moved);
+                }
+                (
+                    Some(Phase::Residual {
+                        unreadable_since, ..
+                    }),
+                    used,
+                ) => {
+                    let since = unreadable_since.unwrap_or(taken_at);
+                    *unreadable_since = used.is_none().then_some(since);
+                }
                 _ => {}
             }
         }
