@@ -13,7 +13,7 @@ use cotenant_policy::{
     decision::{Decision, EngineDecision, LeaseDecision, MemoryDecision, NextLoad, WorkerDecision},
     event::{Action, Event},
     lease::{LeaseKind, LeaseView},
-    pressure::PressureLevel,
+    pressure::{LevelChange, PressureLevel},
     snapshot::Snapshot,
 };
 use cotenant_rpc::supervisor::Notice;
@@ -184,7 +184,7 @@ impl Perform for Device {
             Action::Measure { tenant } => self.measurer.measure([tenant]),
             Action::EmptyPagePool { bytes } => self.measurer.empty_page_pool(bytes),
             Action::SampleAfter { wait } => self.pace.set(wait),
-            Action::LevelChanged { from, to, reason } => {
+            Action::LevelChanged(LevelChange { from, to, reason }) => {
                 tracing::warn!(%from, %to, %reason, "pressure level changes");
                 // Workers release their spare memory at once; the next sample shows the result.
                 if to == PressureLevel::Critical {

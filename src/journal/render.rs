@@ -7,7 +7,7 @@ use cotenant_policy::{
     event::{Action, Answer, Event, WorkerCommand},
     kv_type::KvType,
     lease::{LeaseView, TargetAnswer},
-    pressure::Sample,
+    pressure::{LevelChange, Sample},
     residency::EnginePlan,
     shedding::Weighing,
 };
@@ -332,7 +332,9 @@ pub fn render_action(action: &Action) -> String {
             format!("give {bytes} of the GPU's page pool back to the OS")
         }
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
-        Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
+        Action::LevelChanged(LevelChange { from, to, reason }) => {
+            format!("pressure {from} -> {to}: {reason}")
+        }
         Action::InspectModel => "read the header of the model's file".to_owned(),
         Action::ReinspectModel => "read the header of the model's file again".to_owned(),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),

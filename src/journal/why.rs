@@ -235,10 +235,10 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
                 &|event| matches!(event, Event::WorkerResized { worker: other, .. } if other == worker),
             );
         }
-        Action::LevelChanged { .. } => {
+        Action::LevelChanged(_) => {
             chosen.outcome = later
                 .iter()
-                .find(|entry| matches!(entry.content, Content::Action(Action::LevelChanged { .. })))
+                .find(|entry| matches!(entry.content, Content::Action(Action::LevelChanged(_))))
                 .cloned();
         }
         _ => {}

@@ -202,32 +202,8 @@ impl Admission {
         self.take(|want| want.tickets.is_empty() && want.deadline.is_some())
     }
 
-    /// Takes out what waits for a lease.
-    pub(super) fn take_for(&mut self, lease: LeaseId) -> Vec<Want> {
-        self.take(|want| want.lease == lease)
-    }
-
-    /// Takes out what waits to make a lease larger.
-    pub(super) fn take_growth_of(&mut self, lease: LeaseId) -> Vec<Want> {
-        self.take(|want| want.lease == lease && matches!(want.kind, WantKind::Grow { .. }))
-    }
-
-    /// Takes out the start of a worker.
-    pub(super) fn take_start_of(&mut self, worker: &str) {
-        self.take(|want| want.tenant == worker && want.kind == WantKind::WorkerStart);
-    }
-
-    /// Takes out what has waited as long as it may.
-    pub(super) fn take_due(&mut self, now: Timestamp) -> Vec<Want> {
-        self.take(|want| want.deadline.is_some_and(|deadline| deadline <= now))
-    }
-
-    /// Takes out everything.
-    pub(super) fn take_all(&mut self) -> Vec<Want> {
-        self.take(|_| true)
-    }
-
-    fn take(&mut self, is_out: impl Fn(&Want) -> bool) -> Vec<Want> {
+    /// Takes out what is to wait no longer.
+    pub(super) fn take(&mut self, is_out: impl Fn(&Want) -> bool) -> Vec<Want> {
         let out = self.waiting.extract_if(.., |_, want| is_out(want));
         out.map(|(_, want)| want).collect()
     }

@@ -495,15 +495,16 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
     if tenant == ENGINE_TENANT {
         learn::from_engine(cx);
         engine_orders::settle(cx);
-    } else if cx.workers.contains(tenant) {
-        if !worker_orders::settle_notified(cx, tenant, used, taken_at) {
+    } else {
+        let is_worker = cx.workers.contains(tenant);
+        if is_worker && !worker_orders::settle_notified(cx, tenant, used, taken_at) {
             worker_events::settle(cx, tenant);
         }
-        // One that asks for itself has its lease as any tenant.
+        // A worker that asks for itself has its lease as any tenant.
         cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
-        learn::from_life(cx, tenant);
-    } else {
-        cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+        if is_worker {
+            learn::from_life(cx, tenant);
+        }
     }
     cx.with_leases(|leases, turn| leases.watch_bounds(tenant, turn));
 }

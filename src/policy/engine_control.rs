@@ -27,7 +27,7 @@ use super::{
     event::IdleConversation,
     kv_type::KvType,
     lease::{LeaseId, Ticket},
-    params::{EngineParams, ResidencyMode},
+    params::EngineParams,
     price::{KeptConversation, KvContents, Price},
     reason::PlanChange,
     residency::{EnginePlan, ModelShape, PlanLimits},
@@ -106,7 +106,7 @@ pub(super) struct Plans {
     #[serde(with = "crate::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
     /// The number of the last plan.
-    last: u64,
+    pub(super) last: u64,
     /// When to ask for a plan again to end the doubt.
     confirm_at: Option<Timestamp>,
 }
@@ -184,7 +184,7 @@ pub(super) struct Blocked {
     pub(super) growth: Option<Timestamp>,
     /// A shed.
     pub(super) shed: Option<Timestamp>,
-    /// A smaller chunk: the one under way keeps the larger size at most.
+    /// A smaller chunk: the one under way keeps the larger size at most, and asked again it would give nothing.
     pub(super) chunk: Option<Timestamp>,
 }
 
@@ -437,12 +437,6 @@ impl EngineControl {
         self.requests == 0
     }
 
-    /// Whether a smaller chunk has been asked for and comes when the one under way has ended: asked again it would give
-    /// nothing.
-    pub(super) const fn is_chunk_pinned(&self) -> bool {
-        self.blocked.chunk.is_some()
-    }
-
     /// Contents of the KV cache under the goal, for prices.
     pub(super) fn kv_contents(&self, now: Timestamp) -> KvContents {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
@@ -498,11 +492,6 @@ impl EngineControl {
         self.kv.pinned = Some((tokens, now + PINNED_FOR));
     }
 
-    /// A chunk that is under way keeps its size: the smaller one is not asked for again at once.
-    pub(super) fn pin_chunk(&mut self, now: Timestamp) {
-        self.blocked.chunk = Some(now + PINNED_FOR);
-    }
-
     /// Takes what was measured in place of the figures of the field.
     pub(super) const fn calibrated(&mut self, calibration: Calibration) {
         let prefill = self.pace.by.prefill_ns_per_mib;
@@ -542,21 +531,6 @@ impl EngineControl {
 
     pub(super) const fn speed(&self) -> Calibration {
         self.pace.by
-    }
-
-    /// From now on KV is kept so when memory is plentiful; `false` where there is no engine.
-    pub(super) const fn set_kv_type(&mut self, kind: KvType) -> bool {
-        match &mut self.params {
-            Some(params) => {
-                params.kv_type = kind;
-                true
-            }
-            None => false,
-        }
-    }
-
-    pub(super) fn mode(&self) -> Option<ResidencyMode> {
-        self.params.as_ref().map(|params| params.mode)
     }
 
     /// Bytes above the engine's floor, which it returns within milliseconds: (booked, touched). Zero during a plan change.
@@ -726,22 +700,12 @@ impl EngineControl {
 }
 
 impl Plans {
-    pub(super) const fn next_revision(&mut self) -> u64 {
-        self.last += 1;
-        self.last
-    }
-
     /// Everything that was asked for and may be in force, wholly or in part.
     fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
         self.pending
             .values()
             .map(|pending| &pending.plan)
             .chain(self.doubtful.values())
-    }
-
-    /// Takes the answer to a plan: it and all before it are out of doubt.
-    pub(super) fn answered(&mut self, revision: u64) -> Option<Pending> {
-        self.pending.remove(&revision)
     }
 
     /// The answer to `revision` answers the plans before it.
@@ -840,11 +804,11 @@ mod tests {
         let mut engine = EngineControl::new(Some(&EngineParams::default()));
         engine.activity(1, KvUse::default());
         engine.pin_capacity(Tokens::new(2048), at(0));
-        engine.pin_chunk(at(0));
+        engine.blocked.chunk = Some(at(1000));
         engine.forget_past(at(999));
-        assert!(engine.kv.pinned.is_some() && engine.is_chunk_pinned());
+        assert!(engine.kv.pinned.is_some() && engine.blocked.chunk.is_some());
         engine.activity(0, KvUse::default());
-        assert!(engine.kv.pinned.is_none() && !engine.is_chunk_pinned());
+        assert!(engine.kv.pinned.is_none() && !engine.blocked.chunk.is_some());
         engine.pin_capacity(Tokens::new(2048), at(0));
         assert_eq!(engine.next_deadline(at(0)), Some(at(1000)));
         engine.forget_past(at(1000));

@@ -18,8 +18,8 @@ use super::{
     lease::{LeaseId, LeaseName, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     params::{MachineMemory, Params},
     peaks::Peaks,
-    pressure::{PressureLevel, Sample},
-    reason::{LevelReason, PlanReason, ReclaimReason, StopReason},
+    pressure::{LevelChange, Sample},
+    reason::{PlanReason, ReclaimReason, StopReason},
     residency::{EnginePlan, ModelShape},
     shedding::Weighing,
     speed::{Calibration, Timing},
@@ -501,11 +501,7 @@ pub enum Action {
     /// Read the machine after this time.
     SampleAfter { wait: Duration },
     /// The level has changed.
-    LevelChanged {
-        from: PressureLevel,
-        to: PressureLevel,
-        reason: LevelReason,
-    },
+    LevelChanged(LevelChange),
     /// Memory is reclaimed: who could give what, at what cost, and who was chosen. What is asked follows.
     Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.

@@ -144,7 +144,7 @@ impl State {
         let giving = Giving {
             pay: purpose.pay(),
             droppable: self.engine.kv.droppable,
-            chunk: !self.engine.is_chunk_pinned(),
+            chunk: self.engine.blocked.chunk.is_none(),
         };
         let can_shed = self.engine.can_shed(self.now);
         can_shed.then(|| {

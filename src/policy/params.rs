@@ -246,26 +246,19 @@ impl Default for LeaseParams {
 }
 
 /// What context and speed are worth to each other when the engine gives something up or grows back.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "kebab-case")]
 pub enum ResidencyMode {
     /// Whichever costs the user less time: reading a prompt again, or streaming layers for an answer.
+    #[error("balanced")]
     #[default]
     Balanced,
     /// Layers before KV capacity: slower, and remembers more.
+    #[error("max-context")]
     MaxContext,
     /// KV capacity before layers: as fast as can be, with a short memory.
+    #[error("max-speed")]
     MaxSpeed,
-}
-
-impl fmt::Display for ResidencyMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Balanced => "balanced",
-            Self::MaxContext => "max-context",
-            Self::MaxSpeed => "max-speed",
-        })
-    }
 }
 
 /// The LLM.

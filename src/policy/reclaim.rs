@@ -191,7 +191,9 @@ fn weigh(
     let choice = Choice { chosen, above_ppm };
     let mut weighing = Weighing::new(reason, need, &rows, &choice);
     weighing.reclaimable = reclaimable(offers);
-    weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
+    let engine = state.engine.params.as_ref();
+    let engine = engine.filter(|_| state.engine.lease.is_some());
+    weighing.mode = engine.map(|params| params.mode);
     weighing.spared = state.spared(purpose);
     Some(Reclaim {
         purpose,

@@ -1,29 +1,20 @@
 //! Roles of gRPC peers, and how much of something peers may have open.
 
-use std::fmt;
-
 /// What a peer is to the supervisor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Role {
     /// Does everything; from another machine all but leases, whose holder is a process that is measured here.
+    #[error("operator")]
     Operator,
     /// Has leases of its own, generates, and reads.
+    #[error("tenant")]
     Tenant,
     /// Reads.
+    #[error("viewer")]
     Viewer,
     /// Reads, and intervenes when memory is short: sheds, drains, recycles workers.
+    #[error("watchdog")]
     Watchdog,
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Operator => "operator",
-            Self::Tenant => "tenant",
-            Self::Viewer => "viewer",
-            Self::Watchdog => "watchdog",
-        })
-    }
 }
 
 /// Users and groups by number.

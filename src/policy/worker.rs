@@ -30,7 +30,7 @@ use super::{
     book::{BookedRun, BookedWorker, WorkerHistory},
     death::DeathSummary,
     event::WorkerCommand,
-    lease::{LeaseId, Ticket},
+    lease::LeaseId,
     params::WorkerParams,
     reason::StopReason,
     restart::Restart,
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     begun_at: Option<Timestamp>,
     pub(super) requests: u32,
     pub(super) idle_since: Timestamp,
-    restart: Restart,
+    pub(super) restart: Restart,
     /// How often it was recycled for its size.
     recycles: u32,
     pub(super) history: WorkerHistory,
@@ -445,16 +445,6 @@ impl Worker {
         Some(ready_at + RETURN_DWELL.saturating_mul(1 << times))
     }
 
-    /// It is asked to stop. Returns those who waited for its change of variant, or `None` if it does not run.
-    pub(super) fn stop(
-        &mut self,
-        cause: StopCause,
-        now: Timestamp,
-    ) -> Option<(LeaseId, Vec<Ticket>)> {
-        let run = self.run_mut()?;
-        Some((run.lease, run.stop(cause, now)))
-    }
-
     /// Its process is gone. Returns `None` if there was none.
     pub(super) fn exited(&mut self, intended: bool, cause: &str, now: Timestamp) -> Option<Ended> {
         self.run()?;
@@ -495,11 +485,6 @@ impl Worker {
         AfterExit::Failed { needs_operator }
     }
 
-    /// Failures within the window of its restarts.
-    pub(super) fn recent_failures(&self) -> usize {
-        self.restart.recent_failures()
-    }
-
     /// Takes an operator's command, and returns what it leads to.
     pub(super) fn command(&mut self, command: WorkerCommand, now: Timestamp) -> Commanded {
         let (up, waiting) = (self.is_up(), self.is_waiting());
@@ -533,13 +518,6 @@ impl Worker {
                     _ => Commanded::Start,
                 }
             }
-        }
-    }
-
-    /// It is asked to change.
-    pub(super) fn change(&mut self, resizing: Resizing) {
-        if let Some(run) = self.run_mut() {
-            run.change(resizing);
         }
     }
 
@@ -655,7 +633,7 @@ mod tests {
             ),
         ] {
             let mut worker = ready();
-            assert!(worker.stop(cause, at(200)).is_some());
+            worker.run_mut().unwrap().stop(cause, at(200));
             assert_eq!(worker.state(), WorkerState::Stopping);
             assert_eq!(
                 (exit(&mut worker), worker.rest()),
@@ -675,7 +653,7 @@ mod tests {
             worker.command(WorkerCommand::Stop, at(200)),
             Commanded::Stop(StopReason::Operator)
         );
-        worker.stop(StopCause::Operator, at(200));
+        worker.run_mut().unwrap().stop(StopCause::Operator, at(200));
         assert_eq!(
             worker.command(WorkerCommand::Start, at(300)),
             Commanded::Nothing
@@ -692,17 +670,20 @@ mod tests {
             asked_at: at(200),
             to_shed: true,
         };
-        worker.change(resizing.clone());
+        worker.run_mut().unwrap().change(resizing.clone());
         assert_eq!(worker.stays(Bytes::from_mib(100)), Bytes::from_mib(40));
         assert!(worker.changed("small", false, at(300)).is_some());
         assert_eq!(worker.take_due(at(60_300)), None);
-        worker.change(resizing);
+        worker.run_mut().unwrap().change(resizing);
         assert_eq!(worker.take_due(at(60_199)), None);
         assert!(matches!(
             worker.take_due(at(60_200)),
             Some(Some(StopReason::NotChanged { .. }))
         ));
-        worker.stop(StopCause::NotReady, at(60_200));
+        worker
+            .run_mut()
+            .unwrap()
+            .stop(StopCause::NotReady, at(60_200));
         assert_eq!(
             worker.take_due(at(63_200)),
             Some(Some(StopReason::NotStopped))
@@ -716,7 +697,7 @@ mod tests {
         assert_eq!(worker.not_worth_stopping_until(), None);
         let mut now = at(1000);
         for returns in 0..8u32 {
-            worker.stop(StopCause::Shed, now);
+            worker.run_mut().unwrap().stop(StopCause::Shed, now);
             worker.exited(true, "SIGTERM", now).unwrap();
             now = now + Duration::from_secs(2);
             worker.want(now);
@@ -730,7 +711,7 @@ mod tests {
             );
         }
         // One without a request for a while is worth stopping.
-        worker.stop(StopCause::Shed, now);
+        worker.run_mut().unwrap().stop(StopCause::Shed, now);
         worker.exited(true, "SIGTERM", now).unwrap();
         now = now + Duration::from_secs(61);
         worker.want(now);

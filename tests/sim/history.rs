@@ -101,7 +101,7 @@ impl Outcome {
                 Action::ApplyPlan { .. } | Action::SetTarget { .. } => self.sheds += 1,
                 Action::EndLease { .. } => self.ended_leases += 1,
                 Action::StartWorker { .. } => self.worker_starts += 1,
-                Action::LevelChanged { .. } => self.level_changes += 1,
+                Action::LevelChanged(_) => self.level_changes += 1,
                 _ => {}
             }
         }

@@ -394,7 +394,7 @@ impl World {
                     self.after(wait, Happening::Measure(tenant.clone()));
                 }
                 Action::SampleAfter { wait } => self.plan_sample(*wait),
-                Action::LevelChanged { .. }
+                Action::LevelChanged(_)
                 | Action::EmptyPagePool { .. }
                 | Action::Weighed { .. }
                 | Action::InspectModel

@@ -227,7 +227,7 @@ impl Context<'_> {
 
     /// Denies what waits for a lease or a worker that is gone.
     pub(super) fn forget_wants_of(&mut self, lease: LeaseId, denial: &Denial) {
-        for want in self.queue.take_for(lease) {
+        for want in self.queue.take(|want| want.lease == lease) {
             self.deny_all(want.tickets, denial);
         }
     }
@@ -235,7 +235,9 @@ impl Context<'_> {
     /// Refuses what waits to make a lease larger that is asked to come down to `target`, as a call would be that comes
     /// now.
     fn refuse_growth_of(&mut self, lease: LeaseId, target: Bytes) {
-        for want in self.queue.take_growth_of(lease) {
+        let grows = |want: &Want| matches!(want.kind, WantKind::Grow { .. });
+        let refused = self.queue.take(|want| want.lease == lease && grows(want));
+        for want in refused {
             if let WantKind::Grow { max, .. } = want.kind {
                 self.deny_all(want.tickets, &above_target(&want.tenant, max, target));
             }
@@ -250,12 +252,7 @@ impl Context<'_> {
     }
 
     pub(super) fn note_level(&mut self, change: Option<LevelChange>) {
-        let levels = change.map(|LevelChange { from, to, reason }| Action::LevelChanged {
-            from,
-            to,
-            reason,
-        });
-        self.out.extend(levels);
+        self.out.extend(change.map(Action::LevelChanged));
     }
 
     /// Notes that `credited` came off the book, by a shed of ours or otherwise, and that `freed` of it had been used.

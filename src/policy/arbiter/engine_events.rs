@@ -120,7 +120,7 @@ pub(super) fn take_applied(
 }
 
 pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &str) {
-    let Some(pending) = cx.engine.plans.answered(revision) else {
+    let Some(pending) = cx.engine.plans.pending.remove(&revision) else {
         let reason = reason.to_owned();
         return ignore_plan(cx, revision, StrayPlan::Failed { reason });
     };

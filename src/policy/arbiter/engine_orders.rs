@@ -34,7 +34,8 @@ pub(super) fn ask(
     kind: PlanKind,
     reason: Option<PlanReason>,
 ) {
-    let revision = cx.engine.plans.next_revision();
+    cx.engine.plans.last += 1;
+    let revision = cx.engine.plans.last;
     let from = cx
         .engine
         .goal()
@@ -76,7 +77,7 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     };
     let after = cx.now.saturating_since(overdue.asked_at);
     cx.decide(EngineDecision::Unanswered { revision, after });
-    cx.engine.plans.answered(revision);
+    cx.engine.plans.pending.remove(&revision);
     cx.engine.plans.doubt(revision, overdue.plan.clone());
     answer_operators(cx, revision, Err("it does not answer"));
     if overdue.kind == PlanKind::Shed {

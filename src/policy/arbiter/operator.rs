@@ -59,9 +59,10 @@ pub(super) fn take_kv_type(
     kind: KvType,
 ) -> Result<(), Denial> {
     let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
-    if !cx.engine.set_kv_type(kind) {
+    let Some(params) = &mut cx.engine.params else {
         return Err(invalid(Problem::NoEngine));
-    }
+    };
+    params.kv_type = kind;
     if let Some((id, (floor, full))) = cx.engine.lease.zip(cx.engine.lease_bounds()) {
         cx.leases.set_bounds(id, floor, full);
     }

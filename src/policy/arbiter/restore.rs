@@ -145,24 +145,21 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
 
 /// A lease goes on for one more term, in which its holder has to come back.
 fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
-    let BookedLease {
-        id,
-        generation,
-        held,
-        min,
-        max,
-        request,
-    } = booked;
-    let term = request
-        .term
-        .clamp(cx.params.lease.term_min, cx.params.lease.term_max);
+    let (id, held, request) = (booked.id, booked.held, booked.request);
+    let limits = cx.params.lease;
     let tenant = request.tenant.clone();
     if cx.workers.contains(&tenant) {
         let lease = LeaseName { id, tenant };
         return cx.decide(LeaseDecision::NameTaken { lease });
     }
     let holder = cx.leases.holder_for(&request);
-    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.now);
+    let term = request.term.clamp(limits.term_min, limits.term_max);
+    let lease = Lease {
+        min: booked.min,
+        max: booked.max,
+        expires_at: Some(cx.now + term),
+        ..Lease::of_tenant(request, holder, booked.generation, cx.now)
+    };
     if !cx.grant(id, held, lease) {
         cx.decide(LeaseDecision::NotTakenOver {
             lease: LeaseName { id, tenant },

@@ -99,14 +99,16 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     for aged in cx.state.queue.age(&cx.state.params.lease, cx.state.now) {
         cx.decide(aged);
     }
-    for want in cx.state.queue.take_due(cx.state.now) {
+    let now = cx.now;
+    let is_due = |want: &Want| want.deadline.is_some_and(|deadline| deadline <= now);
+    for want in cx.queue.take(is_due) {
         let denial = why_not(cx.state, &want);
         cx.deny_all(want.tickets, &denial);
     }
 }
 
 pub(super) fn deny_all_waiting(cx: &mut Context<'_>) {
-    for want in cx.queue.take_all() {
+    for want in cx.queue.take(|_| true) {
         let denial = Denial::Draining {
             asked: cx.asked_by(&want),
             tenant: want.tenant,
@@ -168,8 +170,7 @@ fn grant_lease(
     from: Option<LeaseId>,
     available: Bytes,
 ) {
-    let (min, max, term) = (request.min, request.max, request.term);
-    let bytes = max.min(available);
+    let (min, bytes) = (request.min, request.max.min(available));
     // A worker that asks for itself is measured as the worker.
     let holder = if cx.workers.contains(&request.tenant) {
         request.tenant.clone()
@@ -177,7 +178,7 @@ fn grant_lease(
         cx.leases.holder_for(&request)
     };
     let generation = cx.leases.next_generation();
-    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.now);
+    let lease = Lease::of_tenant(request, holder, generation, cx.now);
     if !cx.with_leases(|leases, turn| leases.grant((want.lease, lease), from, bytes, turn)) {
         let denial = cx.insufficient(&want.tenant, Some(want.lease), min, want.class);
         cx.deny_all(want.tickets, &denial);

@@ -121,8 +121,7 @@ fn waiting_view(want: &Want, ledger: &Ledger) -> Option<LeaseView> {
     let WantKind::Lease(request) = want.kind.clone() else {
         return None;
     };
-    let (bounds, term) = ((request.min, request.max), request.term);
-    let lease = Lease::of_tenant(request, String::new(), 0, bounds, term, want.since);
+    let lease = Lease::of_tenant(request, String::new(), 0, want.since);
     Some(LeaseView {
         state: LeaseState::Requested,
         expires_at: None,

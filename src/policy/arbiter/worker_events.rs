@@ -143,7 +143,7 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, needs_operator: bool) {
     let Some(worker) = cx.workers.get(name) else {
         return;
     };
-    let (retry_at, failures) = (worker.retry_at(), worker.recent_failures());
+    let (retry_at, failures) = (worker.retry_at(), worker.restart.recent_failures());
     let limits = worker.params.start.restart;
     let (worker, window) = (name.to_owned(), limits.window);
     cx.decide(match retry_at {
@@ -243,7 +243,10 @@ pub(super) fn take_command(
     match worker.command(command, cx.state.now) {
         Commanded::Start => worker_orders::want(cx, name),
         Commanded::Stop(reason) => worker_orders::stop(cx, name, reason),
-        Commanded::Withdraw => cx.queue.take_start_of(name),
+        Commanded::Withdraw => {
+            let starts = |want: &Want| want.tenant == name && want.kind == WantKind::WorkerStart;
+            cx.queue.take(starts);
+        }
         Commanded::Nothing => {}
     }
     let worker = name.to_owned();

@@ -152,8 +152,8 @@ pub(super) fn change(
             cause,
         });
     }
-    if let Some(worker) = cx.workers.get_mut(name) {
-        worker.change(resizing);
+    if let Some(run) = cx.workers.get_mut(name).and_then(Worker::run_mut) {
+        run.change(resizing);
     }
     set_moving(cx, name);
     cx.out.push(Action::ResizeWorker { worker, variant });
@@ -166,14 +166,11 @@ pub(super) fn stop(cx: &mut Context<'_>, name: &str, reason: StopReason) {
 /// Stops a worker for a reason that does not say what follows its exit.
 pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
     cx.record.noted += 1;
-    let Some((lease, tickets)) = cx
-        .state
-        .workers
-        .get_mut(name)
-        .and_then(|worker| worker.stop(cause, cx.state.now))
-    else {
+    let worker = cx.state.workers.get_mut(name);
+    let Some(run) = worker.and_then(Worker::run_mut) else {
         return;
     };
+    let (lease, tickets) = (run.lease, run.stop(cause, cx.state.now));
     let denial = invalid(name, Problem::Stopping(Box::new(reason.clone())));
     cx.deny_all(tickets, &denial);
     cx.forget_wants_of(lease, &denial);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{EngineControl, Pending, PlanKind};
+use super::{EngineControl, PINNED_FOR, Pending, PlanKind};
 use crate::{
     decision::{PlanOutcome, StrayPlan},
     residency::EnginePlan,
@@ -77,7 +77,7 @@ impl EngineControl {
         if self.lease.is_none() {
             return Err(StrayPlan::NoLease);
         }
-        let asked = self.plans.answered(revision);
+        let asked = self.plans.pending.remove(&revision);
         let loads = asked
             .as_ref()
             .is_some_and(|asked| asked.kind == PlanKind::Load);
@@ -99,7 +99,7 @@ impl EngineControl {
             .as_ref()
             .is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk)
         {
-            self.pin_chunk(now);
+            self.blocked.chunk = Some(now + PINNED_FOR);
         } else if chunk_is_smaller {
             self.blocked.chunk = None;
         }
@@ -156,7 +156,8 @@ mod tests {
         let from = engine
             .goal()
             .map_or(Bytes::ZERO, |goal| engine.bytes_in(goal));
-        let revision = engine.plans.next_revision();
+        engine.plans.last += 1;
+        let revision = engine.plans.last;
         engine.plans.pending.insert(
             revision,
             Pending {

@@ -64,15 +64,14 @@ impl Lease {
         request: LeaseRequest,
         holder: String,
         generation: u64,
-        bounds: (Bytes, Bytes),
-        term: Duration,
         now: Timestamp,
     ) -> Self {
         let kind = (LeaseKind::Tenant, request.class);
+        let bounds = (request.min, request.max);
         let lease = Self::of_ours(&request.tenant, kind, generation, bounds, now);
         Self {
             holder,
-            expires_at: Some(now + term),
+            expires_at: Some(now + request.term),
             owner: (request.peer.uid, request.peer.pid),
             request: Some(request),
             ..lease

@@ -9,7 +9,7 @@ use crate::{params::PressureParams, reason::LevelReason};
 use cotenant_units::{Bytes, Timestamp};
 
 /// A change of level with the figures that led to it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LevelChange {
     /// Before.
     pub from: PressureLevel,

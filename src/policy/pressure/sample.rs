@@ -1,34 +1,27 @@
 //! Readings of the machine.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use cotenant_units::{Bytes, Timestamp};
 
 /// How stalls for memory come to be known: the rung of the ladder that this kernel allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, thiserror::Error,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum StallWatch {
     /// Not at all: the kernel counts none.
+    #[error("not watched, the kernel counts no stalls")]
     Absent,
     /// With each sample.
+    #[error("polled with each sample")]
     Polling,
     /// The kernel wakes us, within two seconds.
+    #[error("by a trigger with a window of 2 s")]
     TwoSeconds,
     /// The kernel wakes us, within one second.
+    #[error("by a trigger with a window of 1 s")]
     OneSecond,
-}
-
-impl fmt::Display for StallWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Absent => "not watched, the kernel counts no stalls",
-            Self::Polling => "polled with each sample",
-            Self::TwoSeconds => "by a trigger with a window of 2 s",
-            Self::OneSecond => "by a trigger with a window of 1 s",
-        })
-    }
 }
 
 /// What the GPU holds, and how that is known.

@@ -263,7 +263,7 @@ impl Run {
     }
 
     /// It is asked to stop. Returns those who waited for its change of variant.
-    pub(super) fn stop(&mut self, cause: StopCause, now: Timestamp) -> Vec<Ticket> {
+    pub(crate) fn stop(&mut self, cause: StopCause, now: Timestamp) -> Vec<Ticket> {
         let outgrown = self.ready().is_some_and(Ready::is_outgrown);
         self.stage = Stage::Stopping { cause, outgrown };
         self.since = now;
@@ -273,7 +273,7 @@ impl Run {
     }
 
     /// It is asked to change.
-    pub(super) fn change(&mut self, resizing: Resizing) {
+    pub(crate) fn change(&mut self, resizing: Resizing) {
         if resizing.to_shed {
             self.before_shed = self.before_shed.take().or_else(|| self.variant.clone());
         }

@@ -6,6 +6,7 @@
 use cotenant::{
     policy::{
         event::{Action, Event},
+        pressure::LevelChange,
         reason::PlanReason,
     },
     units::Timestamp,
@@ -41,7 +42,7 @@ impl Checker for Flapping {
         }
         for action in step.actions {
             match action {
-                Action::LevelChanged { from, to, reason } if to < from => {
+                Action::LevelChanged(LevelChange { from, to, reason }) if to < from => {
                     // A late sample counts at the time when it was taken.
                     let at = if let Event::Sampled(sample) = step.event {
                         sample.taken_at

@@ -4,7 +4,11 @@ use super::{
     kv::{untouched, with_slow_prompts},
     *,
 };
-use crate::{decision::GrowthDecision, growth_wait::GrowthWait, pressure::PressureLevel};
+use crate::{
+    decision::GrowthDecision,
+    growth_wait::GrowthWait,
+    pressure::{LevelChange, PressureLevel},
+};
 
 #[test]
 fn growth_does_not_take_what_the_neighbour_uses() {
@@ -261,10 +265,10 @@ fn a_level_that_only_dwells_does_so_for_one_dwell_and_a_regrow_ends_it() {
             );
             assert!(acts!(
                 rig,
-                Action::LevelChanged {
+                Action::LevelChanged(LevelChange {
                     to: PressureLevel::Normal,
                     ..
-                }
+                })
             ));
             return assert_eq!(backed_off, 2);
         }
