@@ -19,7 +19,7 @@ use cotenant::{
     journal::{self, Content, Journal, JournalSettings, Outcome},
     policy::{
         Arbiter,
-        event::{Action, Answer, Event},
+        event::{Action, Answer, EngineApplied, Event, LeaseCall},
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{ENGINE_TENANT, EngineParams, Params, Scope, WorkerParams},
         pressure::{GpuReading, MemoryReading, Sample},
@@ -215,7 +215,7 @@ impl Day {
             let used = self.shape.plan_bytes(&in_force);
             let freed = self.engine.saturating_sub(used);
             self.engine = used;
-            self.tell(Event::EngineApplied {
+            self.tell(Event::EngineApplied(EngineApplied {
                 revision,
                 in_force,
                 freed,
@@ -223,7 +223,7 @@ impl Day {
                 untouched: Bytes::ZERO,
                 untouched_given: Bytes::ZERO,
                 took: Duration::from_millis(20),
-            });
+            }));
         }
         for worker in std::mem::take(&mut self.starting) {
             self.tell(Event::WorkerReady { worker, pid: 1 });
@@ -324,12 +324,12 @@ impl Day {
             self.measure("camera", lease.memory.held);
             if second.is_multiple_of(TERM.as_secs() / 3) {
                 let ticket = self.ticket();
-                self.tell(Event::LeaseRenewed {
+                self.tell(Event::LeaseRenewed(LeaseCall {
                     ticket,
                     lease: lease.id,
                     generation: lease.generation,
                     peer: Peer::default(),
-                });
+                }));
             }
         }
         match second % UTTERANCE_EVERY {
@@ -346,12 +346,12 @@ impl Day {
                 self.at_work("tts", 0);
                 if let Some(lease) = self.asr.take() {
                     let ticket = self.ticket();
-                    self.tell(Event::LeaseReleased {
+                    self.tell(Event::LeaseReleased(LeaseCall {
                         ticket,
                         lease: lease.id,
                         generation: lease.generation,
                         peer: Peer::default(),
-                    });
+                    }));
                     self.measure("utterance", Bytes::ZERO);
                 }
             }

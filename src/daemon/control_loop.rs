@@ -90,7 +90,7 @@ const BATCH_MAX: usize = 256;
 impl Inbound {
     /// Whether the event only renews the term of one lease.
     const fn is_renewal(&self) -> bool {
-        matches!(self.event, Event::LeaseRenewed { .. })
+        matches!(self.event, Event::LeaseRenewed(_))
     }
 }
 
@@ -234,6 +234,7 @@ mod tests {
     use cotenant_config::{Config, LoadErrorKind};
     use cotenant_dev::samples::{sample_with, small_model};
     use cotenant_policy::{
+        event::{EngineApplied, LeaseCall},
         lease::{Class, LeaseRequest, LeaseView, Peer},
         params::{EngineParams, MachineMemory, Params, Scope},
     };
@@ -386,11 +387,13 @@ mod tests {
 
         fn renew(&mut self, lease: &LeaseView) -> oneshot::Receiver<Answer> {
             let (lease, generation) = (lease.id, lease.generation);
-            self.send(|ticket| Event::LeaseRenewed {
-                ticket,
-                lease,
-                generation,
-                peer: Peer::default(),
+            self.send(|ticket| {
+                Event::LeaseRenewed(LeaseCall {
+                    ticket,
+                    lease,
+                    generation,
+                    peer: Peer::default(),
+                })
             })
         }
 
@@ -407,7 +410,7 @@ mod tests {
                 })
                 .unwrap();
             let used = small_model().plan_bytes(&in_force);
-            let event = Event::EngineApplied {
+            let event = Event::EngineApplied(EngineApplied {
                 revision,
                 in_force,
                 freed: mib(1),
@@ -415,7 +418,7 @@ mod tests {
                 untouched: Bytes::ZERO,
                 untouched_given: Bytes::ZERO,
                 took: Duration::from_millis(5),
-            };
+            });
             self.after(Duration::from_millis(10), event);
         }
     }

@@ -29,7 +29,7 @@ use cotenant_http::backend::Weights;
 use cotenant_policy::{
     compute::Compute,
     engine_failure::Cure,
-    event::{Event, IdleConversation},
+    event::{CapacityWanted, EngineApplied, Event, IdleConversation},
     residency::{EnginePlan, ModelShape},
     snapshot::EngineState,
     speed::Timing,
@@ -582,7 +582,7 @@ async fn forward(
                     continue;
                 };
                 last = asked.revision;
-                Event::EngineApplied {
+                Event::EngineApplied(EngineApplied {
                     revision: asked.revision,
                     in_force: Arc::unwrap_or_clone(plan),
                     freed: Bytes::ZERO,
@@ -590,7 +590,7 @@ async fn forward(
                     untouched: breakdown.kv_untouched,
                     untouched_given: Bytes::ZERO,
                     took: control.clock().now().saturating_since(asked.at),
-                }
+                })
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
             EngineEvent::LoadFailed {
@@ -617,7 +617,7 @@ async fn forward(
                 message,
             } => {
                 tracing::warn!("the engine holds less than it was asked to: {message}");
-                Event::EngineApplied {
+                Event::EngineApplied(EngineApplied {
                     revision: last,
                     freed: Bytes::ZERO,
                     used: breakdown.total,
@@ -625,7 +625,7 @@ async fn forward(
                     untouched_given: Bytes::ZERO,
                     in_force: Arc::unwrap_or_clone(plan),
                     took: Duration::ZERO,
-                }
+                })
             }
             EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
                 revision,
@@ -656,12 +656,12 @@ async fn forward(
                 // Capacity that it has used by now is not given away for it.
                 control.tell(activity(&handle)).await;
                 let client = client.as_deref().map(str::to_owned);
-                Event::CapacityWanted {
+                Event::CapacityWanted(CapacityWanted {
                     needed,
                     wanted,
                     client,
                     is_running: true,
-                }
+                })
             }
             EngineEvent::Stopped => break,
         };
@@ -686,7 +686,7 @@ fn failed(reason: String, hint: Option<&str>, cure: Cure, hung: Option<&Retained
 }
 
 fn applied(revision: u64, report: ApplyReport) -> Event {
-    Event::EngineApplied {
+    Event::EngineApplied(EngineApplied {
         revision,
         freed: report.freed,
         used: report.held,
@@ -694,7 +694,7 @@ fn applied(revision: u64, report: ApplyReport) -> Event {
         untouched_given: report.untouched,
         in_force: report.plan,
         took: report.took,
-    }
+    })
 }
 
 #[cfg(test)]

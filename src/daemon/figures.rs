@@ -345,7 +345,7 @@ mod tests {
     use cotenant_dev::samples::{sample_with, small_model};
     use cotenant_policy::{
         arbiter::Arbiter,
-        event::{Event, WorkerCommand},
+        event::{EngineApplied, Event, TargetAnswered, WorkerCommand, WorkerResize, WorkerResized},
         lease::{Class, LeaseRequest, Peer, TargetAnswer, Ticket},
         params::{EngineParams, Params, Scope, VariantParams, WorkerParams},
     };
@@ -408,7 +408,7 @@ mod tests {
             let (revision, in_force) =
                 asked.unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
             let used = small_model().plan_bytes(&in_force);
-            self.tell(Event::EngineApplied {
+            self.tell(Event::EngineApplied(EngineApplied {
                 revision,
                 in_force,
                 freed: mib(1),
@@ -416,7 +416,7 @@ mod tests {
                 untouched: Bytes::ZERO,
                 untouched_given: Bytes::ZERO,
                 took: Duration::from_millis(5),
-            });
+            }));
         }
 
         /// The sum of all series of a metric whose labels contain `labels`.
@@ -574,12 +574,12 @@ mod tests {
             scene.request("asr", Class::AudioRealtime, mib(200));
             let (lease, nonce, bytes) = scene.target();
             if obeys {
-                scene.tell(Event::TargetAnswered {
+                scene.tell(Event::TargetAnswered(TargetAnswered {
                     lease,
                     nonce,
                     answer: TargetAnswer::Applied,
                     claimed: None,
-                });
+                }));
                 scene.measured("cache (pid 2)", bytes);
                 assert_eq!(
                     scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#),
@@ -628,12 +628,12 @@ mod tests {
             );
             scene.now = scene.now + Duration::from_millis(500);
             if round == 1 {
-                scene.tell(Event::TargetAnswered {
+                scene.tell(Event::TargetAnswered(TargetAnswered {
                     lease,
                     nonce,
                     answer: TargetAnswer::Applied,
                     claimed: None,
-                });
+                }));
                 scene.measured(&holder, bytes);
                 assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), 1);
                 assert!((0.5..0.6).contains(&took(&scene)), "{}", took(&scene));
@@ -732,18 +732,18 @@ mod tests {
         scene.measured("asr", mib(40));
         for (variant, used) in [("open", 110), ("grammar", 40)] {
             scene.sample(mib(40));
-            scene.tell(Event::WorkerResizeRequested {
+            scene.tell(Event::WorkerResizeRequested(WorkerResize {
                 ticket: Ticket(3),
                 worker: "asr".to_owned(),
                 variant: variant.to_owned(),
                 wait: Duration::from_secs(1),
-            });
-            scene.tell(Event::WorkerResized {
+            }));
+            scene.tell(Event::WorkerResized(WorkerResized {
                 worker: "asr".to_owned(),
                 variant: variant.to_owned(),
                 used: Some(mib(used)),
                 error: None,
-            });
+            }));
             scene.measured("asr", mib(used));
         }
         assert_eq!(

@@ -41,8 +41,8 @@ pub(super) struct Handoff {
     _lock: File,
     file: BookFile,
     saved: SavedBook,
-    /// [`Arbiter::book_changes`] of the written state.
-    written: Option<u64>,
+    /// Whether the file has this book.
+    written: bool,
     failing: bool,
 }
 
@@ -144,7 +144,7 @@ impl Handoff {
                 closed: false,
                 book: Book::default(),
             },
-            written: None,
+            written: false,
             failing: false,
         };
         Ok((handoff, inheritance))
@@ -152,17 +152,18 @@ impl Handoff {
 
     /// Writes the book down if it has changed; to be called before its content is announced.
     pub(super) fn keep(&mut self, arbiter: &Arbiter) {
-        let changes = arbiter.book_changes();
-        if self.written == Some(changes) {
+        let mut book = arbiter.book();
+        // Places in the queue and targets have numbers of their own, of which the next run leaves some out.
+        let last = std::mem::replace(&mut book.last, self.saved.book.last);
+        if self.written && book == self.saved.book {
             return;
         }
-        self.saved.book = arbiter.book();
+        book.last = last;
+        self.saved.book = book;
         let result = self.write();
+        self.written = result.is_ok();
         match result {
-            Ok(()) => {
-                self.written = Some(changes);
-                self.failing = false;
-            }
+            Ok(()) => self.failing = false,
             // Once for each series of failures. It is tried again with the next event.
             Err(error) if !std::mem::replace(&mut self.failing, true) => {
                 tracing::error!("{}", in_one_line(&error));

@@ -25,7 +25,11 @@ use cotenant_engine::{
     self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
 use cotenant_http::backend::RunningAnswer;
-use cotenant_policy::{engine_failure::NextTry, event::Event, snapshot::EngineState};
+use cotenant_policy::{
+    engine_failure::NextTry,
+    event::{CapacityWanted, Event},
+    snapshot::EngineState,
+};
 use cotenant_rpc::{
     llm::{self, Generator},
     supervisor::Supervisor as _,
@@ -331,12 +335,12 @@ impl Llm {
             Tokens::ZERO
         };
         let client = wish.client.as_deref().map(str::to_owned);
-        let event = Event::CapacityWanted {
+        let event = Event::CapacityWanted(CapacityWanted {
             needed,
             wanted,
             client,
             is_running: false,
-        };
+        });
         let asked = self.0.control.submit(event, None);
         if asked.is_err() || prompt <= present {
             return Ok(());

@@ -136,7 +136,7 @@ fn record_of(entry: &JournalEntry) -> Option<v1::JournalEntry> {
             Event::Sampled(_)
             | Event::Measured { .. }
             | Event::DeadlineReached
-            | Event::LeaseRenewed { .. }
+            | Event::LeaseRenewed(_)
             | Event::EngineActivity { .. }
             | Event::EngineCalibrated(_)
             | Event::EngineTimed(_)

@@ -16,7 +16,7 @@ use cotenant_config::{Config, PressureWatch, WorkerConfig, WorkerProtocol, Worke
 use cotenant_policy::{
     book::AdoptedWorker,
     death::{DeathCertificate, DeathClass, LeaseAtDeath},
-    event::Event,
+    event::{Event, WorkerResized},
     lease::LeaseKind,
     snapshot::Snapshot,
 };
@@ -258,18 +258,18 @@ impl Workers {
         let control = Arc::clone(&self.control);
         self.runtime.spawn(async move {
             let event = match worker.resize(&variant).await {
-                Ok(report) => Event::WorkerResized {
+                Ok(report) => Event::WorkerResized(WorkerResized {
                     worker: name,
                     variant: report.variant,
                     used: report.after.map(|reading| reading.used()),
                     error: None,
-                },
-                Err(error) => Event::WorkerResized {
+                }),
+                Err(error) => Event::WorkerResized(WorkerResized {
                     worker: name,
                     variant: worker.variant().unwrap_or_default(),
                     used: worker.measure().await.map(|reading| reading.used()),
                     error: Some(in_one_line(&error)),
-                },
+                }),
             };
             control.tell(event).await;
         });

@@ -4,7 +4,10 @@ use std::fmt::{Display, Write};
 
 use super::{Content, JournalEntry};
 use cotenant_policy::{
-    event::{Action, Answer, Event, WorkerCommand},
+    event::{
+        Action, Answer, CapacityWanted, EngineApplied, Event, LeaseCall, LeaseResize,
+        TargetAnswered, WorkerCommand, WorkerResize, WorkerResized,
+    },
     kv_type::KvType,
     lease::{LeaseView, TargetAnswer},
     pressure::{LevelChange, Sample},
@@ -68,19 +71,23 @@ fn render_event(event: &Event) -> String {
         Event::LeaseRequestCancelled { ticket } => {
             format!("request {} is not waited for any more", ticket.0)
         }
-        Event::LeaseRenewed { lease, .. } => format!("lease {} renewed by its holder", lease.0),
-        Event::LeaseResizeRequested {
+        Event::LeaseRenewed(LeaseCall { lease, .. }) => {
+            format!("lease {} renewed by its holder", lease.0)
+        }
+        Event::LeaseResizeRequested(LeaseResize {
             lease, min, max, ..
-        } => {
+        }) => {
             format!("lease {} wants {}", lease.0, range(*min, *max))
         }
-        Event::LeaseReleased { lease, .. } => format!("lease {} is to be released", lease.0),
-        Event::TargetAnswered {
+        Event::LeaseReleased(LeaseCall { lease, .. }) => {
+            format!("lease {} is to be released", lease.0)
+        }
+        Event::TargetAnswered(TargetAnswered {
             lease,
             nonce,
             answer,
             ..
-        } => {
+        }) => {
             let answer = match answer {
                 TargetAnswer::Applied => "applied".to_owned(),
                 TargetAnswer::Deferred { overage } => format!("deferred, {overage} still in use"),
@@ -101,7 +108,7 @@ fn render_event(event: &Event) -> String {
                 counted(shape.layer_count(), "layer")
             )
         }
-        Event::EngineApplied {
+        Event::EngineApplied(EngineApplied {
             revision,
             in_force,
             freed,
@@ -109,7 +116,7 @@ fn render_event(event: &Event) -> String {
             took,
             untouched,
             untouched_given,
-        } => format!(
+        }) => format!(
             "engine applied plan {revision}: {}; {}uses {} of {used} held, took {took:.1?}",
             plan(in_force),
             given_back(*freed, *untouched_given),
@@ -186,17 +193,17 @@ fn render_event(event: &Event) -> String {
                 of_client(client.as_deref())
             )
         }
-        Event::WorkerResizeRequested {
+        Event::WorkerResizeRequested(WorkerResize {
             worker, variant, ..
-        } => {
+        }) => {
             format!("worker `{worker}` is wanted as `{variant}`")
         }
-        Event::WorkerResized {
+        Event::WorkerResized(WorkerResized {
             worker,
             variant,
             used,
             error,
-        } => match error {
+        }) => match error {
             Some(error) => format!("worker `{worker}` stays `{variant}`: {error}"),
             None => format!(
                 "worker `{worker}` is now `{variant}`, {}",
@@ -210,12 +217,12 @@ fn render_event(event: &Event) -> String {
         } => {
             format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
         }
-        Event::CapacityWanted {
+        Event::CapacityWanted(CapacityWanted {
             needed,
             wanted,
             client,
             is_running,
-        } => format!(
+        }) => format!(
             "{}{} wants a KV capacity of {wanted} tokens and needs {needed}",
             if *is_running {
                 "the running answer"
@@ -467,20 +474,22 @@ mod tests {
     #[test]
     fn what_was_reserved_alone_is_not_verified_back() {
         let applied = |freed, untouched_given| {
-            render(&entry(Content::Event(Event::EngineApplied {
-                revision: 3,
-                in_force: EnginePlan {
-                    resident: (0..9).collect(),
-                    kv_capacity: Tokens::new(512),
-                    prefill_chunk: Tokens::new(128),
-                    kv_type: KvType::F16,
+            render(&entry(Content::Event(Event::EngineApplied(
+                EngineApplied {
+                    revision: 3,
+                    in_force: EnginePlan {
+                        resident: (0..9).collect(),
+                        kv_capacity: Tokens::new(512),
+                        prefill_chunk: Tokens::new(128),
+                        kv_type: KvType::F16,
+                    },
+                    freed: Bytes::from_mib(freed),
+                    used: Bytes::from_mib(40),
+                    untouched: Bytes::from_mib(10),
+                    untouched_given: Bytes::from_mib(untouched_given),
+                    took: std::time::Duration::from_millis(2),
                 },
-                freed: Bytes::from_mib(freed),
-                used: Bytes::from_mib(40),
-                untouched: Bytes::from_mib(10),
-                untouched_given: Bytes::from_mib(untouched_given),
-                took: std::time::Duration::from_millis(2),
-            })))
+            ))))
         };
         let line = applied(0, 85);
         assert!(

@@ -4,7 +4,7 @@ use super::{Content, JournalEntry, Rebuilt};
 use cotenant_policy::{
     arbiter::Arbiter,
     decision::{Decision, LeaseDecision},
-    event::{Action, Event},
+    event::{Action, EngineApplied, Event, LeaseCall, LeaseResize, WorkerResize, WorkerResized},
     lease::{LeaseId, Ticket},
     residency::EnginePlan,
     snapshot::Snapshot,
@@ -182,11 +182,11 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
             chosen.promised = before.and_then(|before| difference(before, plan));
             chosen.outcome = find_event(&|event| {
                 matches!(event,
-                    Event::EngineApplied { revision: done, .. } | Event::EngineApplyFailed { revision: done, .. }
+                    Event::EngineApplied(EngineApplied { revision: done, .. }) | Event::EngineApplyFailed { revision: done, .. }
                         if done >= revision)
                     || matches!(event, Event::EngineFailed { .. })
             });
-            if let Some(Content::Event(Event::EngineApplied { freed, .. })) =
+            if let Some(Content::Event(Event::EngineApplied(EngineApplied { freed, .. }))) =
                 chosen.outcome.as_ref().map(|entry| &entry.content)
             {
                 chosen.measured = Some(*freed);
@@ -232,7 +232,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
         }
         Action::ResizeWorker { worker, .. } => {
             chosen.outcome = find_event(
-                &|event| matches!(event, Event::WorkerResized { worker: other, .. } if other == worker),
+                &|event| matches!(event, Event::WorkerResized(WorkerResized { worker: other, .. }) if other == worker),
             );
         }
         Action::LevelChanged(_) => {
@@ -286,10 +286,10 @@ pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<Journ
 const fn ticket_of(event: &Event) -> Option<Ticket> {
     match event {
         Event::LeaseRequested { ticket, .. }
-        | Event::LeaseRenewed { ticket, .. }
-        | Event::LeaseResizeRequested { ticket, .. }
-        | Event::LeaseReleased { ticket, .. }
-        | Event::WorkerResizeRequested { ticket, .. }
+        | Event::LeaseRenewed(LeaseCall { ticket, .. })
+        | Event::LeaseResizeRequested(LeaseResize { ticket, .. })
+        | Event::LeaseReleased(LeaseCall { ticket, .. })
+        | Event::WorkerResizeRequested(WorkerResize { ticket, .. })
         | Event::OperatorShed { ticket, .. }
         | Event::OperatorRegrow { ticket }
         | Event::OperatorKvType { ticket, .. }
@@ -301,6 +301,7 @@ const fn ticket_of(event: &Event) -> Option<Ticket> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cotenant_policy::event::TargetAnswered;
     use cotenant_policy::{
         lease::{Class, LeaseRequest, Peer},
         params::{Params, Scope},
@@ -363,12 +364,12 @@ mod tests {
             ),
             (
                 ms(260),
-                Event::TargetAnswered {
+                Event::TargetAnswered(TargetAnswered {
                     lease: LeaseId(1),
                     nonce: 1,
                     answer: cotenant_policy::lease::TargetAnswer::Applied,
                     claimed: None,
-                },
+                }),
             ),
             (
                 ms(270),

@@ -44,8 +44,8 @@ use self::context::{Context, Machine, Record};
 use crate::{
     book::Book,
     decision::MemoryDecision,
-    engine_control::{Applied, KvUse},
-    event::{Action, Event},
+    engine_control::KvUse,
+    event::{Action, Event, LeaseCall},
     lease_table::LeaseTable,
     params::{ENGINE_TENANT, Params, ParamsError, Scope},
     pressure::Sample,
@@ -115,7 +115,7 @@ impl Arbiter {
             record: &mut self.record,
             out: Vec::new(),
         };
-        if let Event::LeaseRenewed { lease, .. } = event
+        if let Event::LeaseRenewed(LeaseCall { lease, .. }) = event
             && self.idle_until.is_some_and(|until| cx.now < until)
         {
             // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
@@ -169,16 +169,6 @@ impl Arbiter {
         restore::book(&self.state)
     }
 
-    /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
-    #[must_use]
-    pub const fn book_changes(&self) -> u64 {
-        self.state
-            .ledger
-            .changes()
-            .wrapping_add(self.state.leases.changes())
-            .wrapping_add(self.record.noted)
-    }
-
     /// The least that the engine can hold, whatever runs: for the case that the arbiter no longer decides. `None` while
     /// there is no model.
     #[must_use]
@@ -221,65 +211,23 @@ fn take(cx: &mut Context<'_>, event: Event) {
             cx.attempt(ticket, |cx| requests::take_request(cx, ticket, request));
         }
         Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
-        Event::LeaseRenewed {
-            ticket,
-            lease,
-            generation,
-            peer,
-        } => cx.attempt(ticket, |cx| {
-            requests::take_renewal(cx, ticket, lease, generation, &peer)
-        }),
-        Event::LeaseResizeRequested {
-            ticket,
-            lease,
-            generation,
-            peer,
-            min,
-            max,
-            wait,
-        } => cx.attempt(ticket, |cx| {
-            requests::take_resize(cx, ticket, lease, generation, &peer, (min, max), wait)
-        }),
-        Event::LeaseReleased {
-            ticket,
-            lease,
-            generation,
-            peer,
-        } => cx.attempt(ticket, |cx| {
-            requests::take_release(cx, ticket, lease, generation, &peer)
-        }),
-        Event::TargetAnswered {
-            lease,
-            nonce,
-            answer,
-            claimed,
-        } => {
-            cx.with_leases(|leases, turn| {
-                leases.answer_target(lease, nonce, answer, claimed, turn);
-            });
+        Event::LeaseRenewed(call) => {
+            cx.attempt(call.ticket, |cx| requests::take_renewal(cx, &call));
+        }
+        Event::LeaseResizeRequested(call) => {
+            cx.attempt(call.ticket, |cx| requests::take_resize(cx, &call));
+        }
+        Event::LeaseReleased(call) => {
+            cx.attempt(call.ticket, |cx| requests::take_release(cx, &call));
+        }
+        Event::TargetAnswered(answer) => {
+            cx.with_leases(|leases, turn| leases.answer_target(&answer, turn));
         }
         Event::HolderLost { lease, pid } => {
             cx.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn));
         }
         Event::EngineInspected { shape } => engine_events::take_inspected(cx, shape),
-        Event::EngineApplied {
-            revision,
-            in_force,
-            freed,
-            used,
-            untouched,
-            untouched_given,
-            took,
-        } => {
-            let applied = Applied {
-                freed,
-                used,
-                untouched,
-                untouched_given,
-                took,
-            };
-            engine_events::take_applied(cx, revision, in_force, &applied);
-        }
+        Event::EngineApplied(applied) => engine_events::take_applied(cx, &applied),
         Event::EngineApplyFailed { revision, reason } => {
             engine_events::take_apply_failed(cx, revision, &reason);
         }
@@ -330,22 +278,10 @@ fn take(cx: &mut Context<'_>, event: Event) {
             worker_events::take_activity(cx, &worker, requests);
         }
         Event::WorkerWanted { worker, .. } => worker_events::take_wanted(cx, &worker),
-        Event::WorkerResizeRequested {
-            ticket,
-            worker,
-            variant,
-            wait,
-        } => cx.attempt(ticket, |cx| {
-            worker_events::take_resize(cx, ticket, worker, variant, wait)
-        }),
-        Event::WorkerResized {
-            worker,
-            variant,
-            used,
-            error,
-        } => {
-            worker_events::take_resized(cx, &worker, &variant, used, error.as_deref());
+        Event::WorkerResizeRequested(call) => {
+            cx.attempt(call.ticket, |cx| worker_events::take_resize(cx, call));
         }
+        Event::WorkerResized(resized) => worker_events::take_resized(cx, &resized),
         Event::WorkerUnresponsive {
             worker,
             pid,
@@ -353,14 +289,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
         } => {
             worker_events::take_unresponsive(cx, &worker, pid, evidence);
         }
-        Event::CapacityWanted {
-            needed,
-            wanted,
-            is_running,
-            ..
-        } => {
-            growth_orders::take_capacity_wanted(cx, needed, wanted, is_running);
-        }
+        Event::CapacityWanted(want) => growth_orders::take_capacity_wanted(cx, &want),
         Event::OperatorShed { ticket, bytes } => {
             cx.attempt(ticket, |cx| operator::take_shed(cx, ticket, bytes));
         }
@@ -414,11 +343,8 @@ fn follow_up(cx: &mut Context<'_>) {
 /// A sample of the machine: headroom, level, and what the kernel keeps.
 fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     sample.taken_at = sample.taken_at.min(cx.now);
-    if cx
-        .pressure
-        .sampled_at()
-        .is_some_and(|last| sample.taken_at <= last)
-    {
+    let last = cx.pressure.sampled_at();
+    if last.is_some_and(|last| sample.taken_at <= last) {
         cx.out.push(Action::SampleAfter {
             wait: cx.pressure.interval(),
         });
@@ -427,31 +353,24 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
     let untouched = cx.engine.kv.untouched;
     let machine = sample.available().saturating_sub(untouched);
-    let scope_used = match cx.params.budget.scope {
-        Scope::Machine => Some(
-            sample
-                .total()
-                .max(cx.params.budget.total)
-                .saturating_sub(machine),
-        ),
-        Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
-    };
-    let scope_left = match scope_used {
-        Some(used) => {
-            cx.ledger.observe_scope(used, sample.taken_at);
-            match cx.params.budget.scope {
-                Scope::Machine => machine,
-                Scope::Session => cx.params.budget.total.saturating_sub(used),
-            }
+    let budget = cx.params.budget;
+    let (whole, used) = match budget.scope {
+        Scope::Machine => {
+            let whole = sample.total().max(budget.total);
+            (whole, Some(whole.saturating_sub(machine)))
         }
-        // Unknown is not zero: the book decides.
-        None => cx
-            .params
-            .budget
-            .total
-            .saturating_sub(cx.ledger.used_by_holders()),
+        Scope::Session => {
+            let used = sample.scope_used.map(|used| used.saturating_add(untouched));
+            (budget.total, used)
+        }
     };
-    let headroom = scope_left
+    if let Some(used) = used {
+        cx.ledger.observe_scope(used, sample.taken_at);
+    }
+    // Unknown is not zero: the book decides.
+    let used = used.unwrap_or_else(|| cx.ledger.used_by_holders());
+    let headroom = whole
+        .saturating_sub(used)
         .saturating_sub(cx.ledger.unused_reserve())
         .min(machine);
     let promised = cx.promised_at(sample.taken_at);

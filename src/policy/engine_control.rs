@@ -37,7 +37,7 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-pub(super) use self::answer::{Applied, Confirmed};
+pub(super) use self::answer::Confirmed;
 
 /// The engine as the arbiter knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

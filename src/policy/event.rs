@@ -65,37 +65,13 @@ pub enum Event {
     /// The caller does not wait any more.
     LeaseRequestCancelled { ticket: Ticket },
     /// A holder still needs its lease.
-    LeaseRenewed {
-        ticket: Ticket,
-        lease: LeaseId,
-        generation: u64,
-        peer: Peer,
-    },
+    LeaseRenewed(LeaseCall),
     /// A holder wants more or less.
-    LeaseResizeRequested {
-        ticket: Ticket,
-        lease: LeaseId,
-        generation: u64,
-        peer: Peer,
-        min: Bytes,
-        max: Bytes,
-        wait: Duration,
-    },
+    LeaseResizeRequested(LeaseResize),
     /// A holder gives its lease back.
-    LeaseReleased {
-        ticket: Ticket,
-        lease: LeaseId,
-        generation: u64,
-        peer: Peer,
-    },
+    LeaseReleased(LeaseCall),
     /// A holder answers a lower target.
-    TargetAnswered {
-        lease: LeaseId,
-        nonce: u64,
-        answer: TargetAnswer,
-        /// What it says it uses now, if it says so. Never credited; measured instead.
-        claimed: Option<Bytes>,
-    },
+    TargetAnswered(TargetAnswered),
     /// The holder of a lease is gone: its process ended.
     HolderLost {
         lease: LeaseId,
@@ -106,22 +82,7 @@ pub enum Event {
     /// The model's header was read; nothing is loaded yet.
     EngineInspected { shape: ModelShape },
     /// The engine carried out a plan, the first one included.
-    EngineApplied {
-        revision: u64,
-        /// What is in force now; may hold more than asked where the running sequence needs it.
-        in_force: EnginePlan,
-        /// Memory given back, as the kernel sees it.
-        freed: Bytes,
-        /// Memory of the engine by its own mappings, touched or not.
-        used: Bytes,
-        /// How much of that has not been touched: it takes no memory yet.
-        #[serde(default)]
-        untouched: Bytes,
-        /// What was given up and had never been touched, so that the kernel had nothing to take back.
-        #[serde(default)]
-        untouched_given: Bytes,
-        took: Duration,
-    },
+    EngineApplied(EngineApplied),
     /// The engine could not carry out a plan. What it did until then stays done: it is unknown what of it is in force
     /// beside what was before.
     EngineApplyFailed { revision: u64, reason: String },
@@ -194,19 +155,9 @@ pub enum Event {
         client: Option<String>,
     },
     /// A client wants a worker in another variant (ASR from grammar to open vocabulary).
-    WorkerResizeRequested {
-        ticket: Ticket,
-        worker: String,
-        variant: String,
-        wait: Duration,
-    },
+    WorkerResizeRequested(WorkerResize),
     /// A worker has changed its variant, or failed to and has kept the old one.
-    WorkerResized {
-        worker: String,
-        variant: String,
-        used: Option<Bytes>,
-        error: Option<String>,
-    },
+    WorkerResized(WorkerResized),
     /// A detector found that a worker runs and answers nothing.
     WorkerUnresponsive {
         worker: String,
@@ -219,18 +170,7 @@ pub enum Event {
     /// Capacity that is needed comes from layers where nothing may grow: dwell, back-off and an operator's shed all
     /// stay. For an answer that is being written it also comes from what is free, dwell or not, and from layers at
     /// Critical: without it the sentence would end.
-    CapacityWanted {
-        /// Tokens without which the request cannot be served; zero if there are enough for it.
-        needed: Tokens,
-        /// Tokens that it would like the KV cache to hold.
-        wanted: Tokens,
-        /// Whose request it is, where clients have keys. A journal of before has none.
-        #[serde(skip_serializing_if = "Option::is_none")]
-        client: Option<String>,
-        /// Whether its answer is being written, and ends without it.
-        #[serde(default)]
-        is_running: bool,
-    },
+    CapacityWanted(CapacityWanted),
     /// An operator wants `bytes` back from the engine, now.
     OperatorShed { ticket: Ticket, bytes: Bytes },
     /// An operator allows growth at once, without waiting for the dwell.
@@ -289,6 +229,89 @@ pub enum Event {
     },
     /// The time of `next_deadline` has come.
     DeadlineReached,
+}
+
+/// The call of a holder about its lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseCall {
+    pub ticket: Ticket,
+    pub lease: LeaseId,
+    pub generation: u64,
+    pub peer: Peer,
+}
+
+/// The bounds that a holder wants for its lease from now on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseResize {
+    pub ticket: Ticket,
+    pub lease: LeaseId,
+    pub generation: u64,
+    pub peer: Peer,
+    pub min: Bytes,
+    pub max: Bytes,
+    pub wait: Duration,
+}
+
+/// The answer of a holder to a lower target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TargetAnswered {
+    pub lease: LeaseId,
+    pub nonce: u64,
+    pub answer: TargetAnswer,
+    /// What it says it uses now, if it says so. Never credited; measured instead.
+    pub claimed: Option<Bytes>,
+}
+
+/// The report of the engine about a plan that it carried out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineApplied {
+    pub revision: u64,
+    /// What is in force now; may hold more than asked where the running sequence needs it.
+    pub in_force: EnginePlan,
+    /// Memory given back, as the kernel sees it.
+    pub freed: Bytes,
+    /// Memory of the engine by its own mappings, touched or not.
+    pub used: Bytes,
+    /// How much of that has not been touched: it takes no memory yet.
+    #[serde(default)]
+    pub untouched: Bytes,
+    /// What was given up and had never been touched, so that the kernel had nothing to take back.
+    #[serde(default)]
+    pub untouched_given: Bytes,
+    pub took: Duration,
+}
+
+/// The variant that a client wants a worker in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerResize {
+    pub ticket: Ticket,
+    pub worker: String,
+    pub variant: String,
+    pub wait: Duration,
+}
+
+/// The variant of a worker after it was asked to change.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerResized {
+    pub worker: String,
+    pub variant: String,
+    pub used: Option<Bytes>,
+    pub error: Option<String>,
+}
+
+/// The KV capacity for a client's request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CapacityWanted {
+    /// Tokens without which the request cannot be served; zero if there are enough for it.
+    pub needed: Tokens,
+    /// Tokens that it would like the KV cache to hold.
+    pub wanted: Tokens,
+    /// Whose request it is, where clients have keys. A journal of before has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client: Option<String>,
+    /// Whether its answer is being written, and ends without it.
+    #[serde(default)]
+    pub is_running: bool,
 }
 
 /// Keys of the configuration that differ from what runs.

@@ -51,8 +51,6 @@ pub(super) struct LeaseTable {
     beyond: BTreeSet<String>,
     /// The last numbers given out.
     last: LastNumbers,
-    /// Changes of what outlives this run, besides those that the ledger counts.
-    changes: u64,
 }
 
 /// The consequences of a change of the table, in order.
@@ -208,11 +206,6 @@ impl LeaseTable {
         self.last.generation
     }
 
-    /// Changes of what outlives this run, besides those of the ledger.
-    pub(super) const fn changes(&self) -> u64 {
-        self.changes
-    }
-
     /// Books a new lease, of which what `from` holds becomes a part. Returns whether it fits.
     pub(super) fn grant(
         &mut self,
@@ -268,7 +261,6 @@ impl LeaseTable {
     pub(super) fn set_bounds(&mut self, id: LeaseId, min: Bytes, max: Bytes) {
         if let Some(lease) = self.leases.get_mut(&id) {
             (lease.min, lease.max) = (min, max);
-            self.changes += 1;
         }
     }
 

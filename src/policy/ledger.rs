@@ -42,8 +42,6 @@ pub struct Ledger {
     scope: Option<ScopeUse>,
     /// The two last estimates of use by processes that are not on the book.
     outside: [Option<Bytes>; 2],
-    /// How often what is held has changed.
-    changes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,7 +146,6 @@ impl Ledger {
             if let Some(entry) = self.entries.get_mut(&id) {
                 entry.held = bytes;
                 entry.booked_at = now;
-                self.changes += 1;
             }
         }
         Ok(())
@@ -167,7 +164,6 @@ impl Ledger {
             && let Some(entry) = self.entries.get_mut(&id)
         {
             entry.held = entry.held.saturating_add(more);
-            self.changes += 1;
         }
         more
     }
@@ -179,14 +175,12 @@ impl Ledger {
         };
         let freed = entry.held.saturating_sub(bytes);
         entry.held = entry.held.min(bytes);
-        self.changes += u64::from(freed > Bytes::ZERO);
         freed
     }
 
     /// Takes a lease off the book. What its holder is measured to use beyond its other leases is unaccounted from now
     /// on, until it is measured to be back. Returns what it held.
     pub fn close(&mut self, id: LeaseId) -> Bytes {
-        self.changes += 1;
         self.entries
             .remove(&id)
             .map_or(Bytes::ZERO, |entry| entry.held)
@@ -233,12 +227,6 @@ impl Ledger {
             self.outside = [self.outside[1], self.outside[1]];
             self.estimate_outside();
         }
-    }
-
-    /// How often what is held has changed: a book with the same number is the same book.
-    #[must_use]
-    pub const fn changes(&self) -> u64 {
-        self.changes
     }
 
     /// The budget.
@@ -381,7 +369,6 @@ impl Ledger {
     }
 
     fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
-        self.changes += 1;
         self.entries.insert(
             id,
             Entry {

@@ -434,7 +434,8 @@ impl WorkerParams {
             .max(self.steady_of(variant))
     }
 
-    fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
+    /// The settings for a variant; those of the first one if it is unknown.
+    pub(super) fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
         self.variants
             .iter()
             .find(|variant| Some(variant.name.as_str()) == name)

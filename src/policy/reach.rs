@@ -122,19 +122,25 @@ impl State {
         asked: Bytes,
     ) -> Option<Denial> {
         let limit = self.params.pressure.sample_age_max;
-        let age = self
-            .pressure
-            .sampled_at()
-            .map(|at| self.now.saturating_since(at));
-        let stale = age
-            .filter(|age| *age > limit)
-            .map(|age| Denial::StaleSample {
-                tenant: tenant.to_owned(),
+        let sampled_at = self.pressure.sampled_at()?;
+        let age = self.now.saturating_since(sampled_at);
+        let tenant = tenant.to_owned();
+        if age > limit {
+            return Some(Denial::StaleSample {
+                tenant,
                 asked,
                 age,
                 limit,
             });
-        stale.or_else(|| self.pressure_denial(tenant, class, asked))
+        }
+        let level = self.pressure.level();
+        self.waits_for_normal(class)
+            .then_some(Denial::PressureHigh {
+                tenant,
+                asked,
+                class,
+                level,
+            })
     }
 
     /// Nothing more is handed out while the supervisor drains.
@@ -147,21 +153,8 @@ impl State {
     }
 
     /// Classes that can wait are not admitted under pressure.
-    pub(super) fn pressure_denial(
-        &self,
-        tenant: &str,
-        class: Class,
-        asked: Bytes,
-    ) -> Option<Denial> {
-        let level = self.pressure.level();
-        (class >= Class::LlmElastic && level > PressureLevel::Normal).then(|| {
-            Denial::PressureHigh {
-                tenant: tenant.to_owned(),
-                asked,
-                class,
-                level,
-            }
-        })
+    fn waits_for_normal(&self, class: Class) -> bool {
+        class >= Class::LlmElastic && self.pressure.level() > PressureLevel::Normal
     }
 
     /// Whether a want can never be served while those stay that it cannot take from.
@@ -274,10 +267,7 @@ impl State {
 
     /// Whether those behind it wait while it does.
     pub(super) fn holds_back(&self, want: &Want) -> bool {
-        let pressed = self
-            .pressure_denial(&want.tenant, want.class, Bytes::ZERO)
-            .is_some();
-        !pressed && !self.is_out_of_reach(want)
+        !self.waits_for_normal(want.class) && !self.is_out_of_reach(want)
     }
 }
 

@@ -165,13 +165,8 @@ impl State {
         let Some(worker) = self.workers.get(name) else {
             return Bytes::ZERO;
         };
-        let variants = &worker.params.variants;
-        let known = variants
-            .iter()
-            .find(|known| Some(known.name.as_str()) == variant);
-        let variant = known
-            .or_else(|| variants.first())
-            .map(|known| known.name.as_str());
+        let variant = worker.params.variant(variant);
+        let variant = variant.map(|known| known.name.as_str());
         let (configured, steady) = (
             worker.params.peak_of(variant),
             worker.params.steady_of(variant),
@@ -191,8 +186,7 @@ impl State {
         let Some(worker) = self.workers.get(name) else {
             return peak;
         };
-        let variant = worker.params.variants.first();
-        let variant = variant.map(|variant| variant.name.as_str());
+        let variant = worker.params.variant(None).map(|first| first.name.as_str());
         let learned = self.peaks.of(name, variant);
         let start = learned.and_then(LearnedPeak::start_with_margin);
         start.map_or(peak, |start| {

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use self::run::{Ready, Stage};
 pub(super) use self::{
-    exit::{AfterExit, Ended},
+    exit::AfterExit,
     run::{Resizing, Run, StopCause},
 };
 use super::{
@@ -445,15 +445,19 @@ impl Worker {
         Some(ready_at + RETURN_DWELL.saturating_mul(1 << times))
     }
 
-    /// Its process is gone. Returns `None` if there was none.
-    pub(super) fn exited(&mut self, intended: bool, cause: &str, now: Timestamp) -> Option<Ended> {
+    /// Its process is gone. Returns its run, and what follows; `None` if there was none.
+    pub(super) fn exited(
+        &mut self,
+        intended: bool,
+        cause: &str,
+        now: Timestamp,
+    ) -> Option<(Box<Run>, AfterExit)> {
         self.run()?;
-        let Phase::Running(mut run) = mem::replace(&mut self.phase, Phase::Stopped(None)) else {
+        let Phase::Running(run) = mem::replace(&mut self.phase, Phase::Stopped(None)) else {
             return None;
         };
         self.requests = 0;
         self.history.last_exit = Some(cause.to_owned());
-        let tickets = run.resizing.take().map(|resizing| resizing.tickets);
         let (rest, next) = match exit::consequence(&run, intended, self.wanted) {
             Some(consequence) => consequence,
             None => (None, self.failed(run.needs_operator, now)),
@@ -465,12 +469,7 @@ impl Worker {
             self.phase = Phase::Stopped(rest);
         }
         self.returns.shed_at = matches!(next, AfterExit::Shed { .. }).then_some(now);
-        Some(Ended {
-            lease: run.lease,
-            tickets: tickets.unwrap_or_default(),
-            stopping: run.stopping().is_some(),
-            next,
-        })
+        Some((run, next))
     }
 
     fn failed(&mut self, needs_operator: bool, now: Timestamp) -> AfterExit {
@@ -608,7 +607,7 @@ mod tests {
     }
 
     fn exit(worker: &mut Worker) -> AfterExit {
-        worker.exited(false, "SIGTERM", at(5000)).unwrap().next
+        worker.exited(false, "SIGTERM", at(5000)).unwrap().1
     }
 
     #[test]

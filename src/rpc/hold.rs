@@ -27,7 +27,7 @@ use super::{
     v1::{self, HoldLeaseRequest, HoldLeaseResponse, TargetState, hold_lease_response},
 };
 use cotenant_policy::{
-    event::Event,
+    event::{Event, TargetAnswered},
     lease::{LeaseId, LeaseView, Target, TargetAnswer},
 };
 use cotenant_units::Bytes;
@@ -167,12 +167,12 @@ impl Hold {
                 self.context
                     .supervisor
                     .submit(
-                        Event::TargetAnswered {
+                        Event::TargetAnswered(TargetAnswered {
                             lease,
                             nonce: message.nonce,
                             answer,
                             claimed: message.used_bytes.map(Bytes::new),
-                        },
+                        }),
                         None,
                     )
                     .map_err(CallError::from)?;

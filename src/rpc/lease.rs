@@ -23,7 +23,7 @@ use super::{
     },
 };
 use cotenant_policy::{
-    event::{Answer, Event},
+    event::{Answer, Event, LeaseCall, LeaseResize},
     lease::{LeaseId, LeaseRequest, LeaseView},
 };
 
@@ -86,11 +86,13 @@ impl Context {
         generation: u64,
     ) -> Result<LeaseView, Status> {
         let answer = self
-            .ask(call, |ticket| Event::LeaseRenewed {
-                ticket,
-                lease,
-                generation,
-                peer: call.policy_peer(),
+            .ask(call, |ticket| {
+                Event::LeaseRenewed(LeaseCall {
+                    ticket,
+                    lease,
+                    generation,
+                    peer: call.policy_peer(),
+                })
             })
             .await?;
         lease_in(answer, "RenewLease")
@@ -246,14 +248,16 @@ impl LeaseService for Leases {
         }
         let answer = self
             .context
-            .ask(&call, |ticket| Event::LeaseResizeRequested {
-                ticket,
-                lease,
-                generation: message.generation,
-                peer: call.policy_peer(),
-                min,
-                max,
-                wait: call.wait(wait.unwrap_or_default()),
+            .ask(&call, |ticket| {
+                Event::LeaseResizeRequested(LeaseResize {
+                    ticket,
+                    lease,
+                    generation: message.generation,
+                    peer: call.policy_peer(),
+                    min,
+                    max,
+                    wait: call.wait(wait.unwrap_or_default()),
+                })
             })
             .await?;
         let view = lease_in(answer, "UpdateLease")?;
@@ -273,11 +277,13 @@ impl LeaseService for Leases {
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let answer = self
             .context
-            .ask(&call, |ticket| Event::LeaseReleased {
-                ticket,
-                lease,
-                generation: message.generation,
-                peer: call.policy_peer(),
+            .ask(&call, |ticket| {
+                Event::LeaseReleased(LeaseCall {
+                    ticket,
+                    lease,
+                    generation: message.generation,
+                    peer: call.policy_peer(),
+                })
             })
             .await?;
         let message = match answer {

@@ -21,7 +21,7 @@ use super::{
     },
 };
 use cotenant_policy::{
-    event::{Answer, Event, WorkerCommand},
+    event::{Answer, Event, WorkerCommand, WorkerResize},
     lease::Ticket,
 };
 
@@ -211,11 +211,13 @@ impl OperatorService for Operators {
         let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
         let answer = self
             .context
-            .ask(&call, |ticket| Event::WorkerResizeRequested {
-                ticket,
-                worker: message.name,
-                variant,
-                wait: call.wait(wait.unwrap_or_default()),
+            .ask(&call, |ticket| {
+                Event::WorkerResizeRequested(WorkerResize {
+                    ticket,
+                    worker: message.name,
+                    variant,
+                    wait: call.wait(wait.unwrap_or_default()),
+                })
             })
             .await?;
         let supervisor = &self.context.supervisor;

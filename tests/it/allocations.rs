@@ -24,7 +24,7 @@ use cotenant::{
     },
     policy::{
         Arbiter,
-        event::{Action, Event},
+        event::{Action, EngineApplied, Event},
         kv_type::KvType,
         lease::Ticket,
         params::{EngineParams, Params, Scope},
@@ -252,7 +252,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         })
         .unwrap();
     let used = shape().plan_bytes(&plan);
-    let applied = Event::EngineApplied {
+    let applied = Event::EngineApplied(EngineApplied {
         revision,
         in_force: plan,
         freed: Bytes::ZERO,
@@ -260,7 +260,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         untouched: Bytes::ZERO,
         untouched_given: Bytes::ZERO,
         took: Duration::from_millis(1),
-    };
+    });
     let _ = arbiter.handle(now, applied);
     // An unmanaged neighbour takes the remaining memory.
     let mut shed = None;
@@ -394,7 +394,7 @@ impl Shedding {
         freed: Bytes,
     ) -> Vec<Action> {
         self.now = self.now + Duration::from_millis(1);
-        let event = Event::EngineApplied {
+        let event = Event::EngineApplied(EngineApplied {
             revision,
             in_force,
             freed,
@@ -402,7 +402,7 @@ impl Shedding {
             untouched: Bytes::ZERO,
             untouched_given: Bytes::ZERO,
             took: Duration::from_millis(1),
-        };
+        });
         self.arbiter.handle(self.now, event)
     }
 }

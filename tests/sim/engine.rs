@@ -4,7 +4,7 @@ use std::{collections::VecDeque, time::Duration};
 
 use cotenant::{
     policy::{
-        event::{Event, IdleConversation},
+        event::{CapacityWanted, EngineApplied, Event, IdleConversation},
         residency::{EnginePlan, ModelShape},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -199,14 +199,16 @@ impl Engine {
         self.last = revision;
         let used = self.used(Some(shape));
         let lost = before > Bytes::ZERO && faults.lost_answers.strikes(rng, 0.1);
-        (!lost).then(|| Event::EngineApplied {
-            revision,
-            in_force: plan,
-            freed: before.saturating_sub(used),
-            used,
-            untouched: Bytes::ZERO,
-            untouched_given: Bytes::ZERO,
-            took: Duration::from_millis(3),
+        (!lost).then(|| {
+            Event::EngineApplied(EngineApplied {
+                revision,
+                in_force: plan,
+                freed: before.saturating_sub(used),
+                used,
+                untouched: Bytes::ZERO,
+                untouched_given: Bytes::ZERO,
+                took: Duration::from_millis(3),
+            })
         })
     }
 
@@ -233,7 +235,7 @@ impl Engine {
         in_force.prefill_chunk = chunk;
         let in_force = in_force.clone();
         let used = self.used(Some(shape));
-        Some(Event::EngineApplied {
+        Some(Event::EngineApplied(EngineApplied {
             revision: self.last,
             in_force,
             freed: before.saturating_sub(used),
@@ -241,7 +243,7 @@ impl Engine {
             untouched: Bytes::ZERO,
             untouched_given: Bytes::ZERO,
             took: Duration::from_millis(1),
-        })
+        }))
     }
 
     /// The running sequence grows, requests more capacity, or ends and another begins; never while its chunk is to
@@ -256,12 +258,12 @@ impl Engine {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         if self.requests > 0 && self.kv_used + block > capacity && rng.random_bool(0.5) {
             let [needed, wanted] = [2, 8].map(|blocks| Tokens::new(self.kv_used + blocks * block));
-            return Some(Event::CapacityWanted {
+            return Some(Event::CapacityWanted(CapacityWanted {
                 needed,
                 wanted,
                 client: None,
                 is_running: true,
-            });
+            }));
         }
         let ends = self.smaller_chunk.is_none() && (calm || rng.random_bool(0.3));
         let kv_kept = if ends {

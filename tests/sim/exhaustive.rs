@@ -21,7 +21,7 @@ use std::{
 
 use cotenant::{
     policy::{
-        event::{Action, Answer, Event},
+        event::{Action, Answer, Event, LeaseCall, TargetAnswered},
         lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
         params::{Params, Scope},
         pressure::{MemoryReading, PressureLevel, Sample},
@@ -279,12 +279,12 @@ impl State {
                 let holder = &self.holders[index];
                 let (lease, generation) = holder.lease.or(holder.ended).unwrap();
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseRenewed {
+                self.tell(Event::LeaseRenewed(LeaseCall {
                     ticket,
                     lease: LeaseId(lease),
                     generation,
                     peer,
-                })?;
+                }))?;
                 if self.holders[index].unheard {
                     self.holders[index].hear();
                 }
@@ -309,12 +309,12 @@ impl State {
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseReleased {
+                self.tell(Event::LeaseReleased(LeaseCall {
                     ticket,
                     lease: LeaseId(lease),
                     generation,
                     peer,
-                })
+                }))
             }
             Letter::AnswerOld(index) | Letter::AnswerNone(index) => {
                 let (nonce, bytes) = self.holders[index].target.unwrap();
@@ -338,12 +338,12 @@ impl State {
                 // Effects of time are not caused by the answer.
                 self.tell(Event::DeadlineReached)?;
                 let before = known(self);
-                self.tell(Event::TargetAnswered {
+                self.tell(Event::TargetAnswered(TargetAnswered {
                     lease,
                     nonce,
                     answer: TargetAnswer::Applied,
                     claimed: Some(Bytes::new(bytes)),
-                })?;
+                }))?;
                 if known(self) != before {
                     return Err(format!(
                         "an answer to target {nonce} of t{index} changed its lease"
@@ -377,12 +377,12 @@ impl State {
                         TargetAnswer::Applied
                     }
                 };
-                self.tell(Event::TargetAnswered {
+                self.tell(Event::TargetAnswered(TargetAnswered {
                     lease,
                     nonce,
                     answer,
                     claimed: Some(Bytes::new(bytes)),
-                })
+                }))
             }
             Letter::Measure(index) | Letter::MeasureLate(index) => {
                 let (used, taken_at) = match letter {

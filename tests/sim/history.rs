@@ -6,7 +6,7 @@ use cotenant::{
     policy::{
         Arbiter,
         arbiter::Checkpoint,
-        event::{Action, Answer, Event},
+        event::{Action, Answer, EngineApplied, Event},
         lease::LeaseKind,
         pressure::PressureLevel,
         reason::PlanReason,
@@ -72,7 +72,7 @@ impl Outcome {
 
     fn count(&mut self, before: &EngineView, event: &Event, actions: &[Action]) {
         self.steps += 1;
-        if let Event::EngineApplied { in_force, .. } = event {
+        if let Event::EngineApplied(EngineApplied { in_force, .. }) = event {
             let chunk = |plan: &Option<EnginePlan>| plan.as_ref().map(|plan| plan.prefill_chunk);
             let kept = chunk(&before.asked).is_some_and(|asked| asked < in_force.prefill_chunk);
             let ended = before.asked.is_none()

@@ -13,7 +13,7 @@ use cotenant::{
         Arbiter,
         arbiter::Checkpoint,
         denial::Denial,
-        event::{Action, Answer, Event, WorkerCommand},
+        event::{Action, Answer, EngineApplied, Event, LeaseCall, TargetAnswered, WorkerCommand},
         lease::{LeaseId, LeaseState, LeaseView, Peer, TargetAnswer, Ticket},
         params::{ENGINE_TENANT, Params},
         residency::EnginePlan,
@@ -151,7 +151,7 @@ impl Subject {
             Planted::FreedOnPaper => self.free_on_paper(now, &mut actions),
             Planted::ExpiredRenewed => self.revive(&event, &mut actions),
             Planted::LiarCredited | Planted::StaleCredited => {
-                if let Event::TargetAnswered { lease, nonce, .. } = event
+                if let Event::TargetAnswered(TargetAnswered { lease, nonce, .. }) = event
                     && let Some((view, target)) = target_of(&before, lease, nonce)
                 {
                     let used = match planted {
@@ -236,12 +236,12 @@ impl Subject {
                         continue;
                     };
                     let used = target.saturating_add(held_beside(&seen, view));
-                    let answer = Event::TargetAnswered {
+                    let answer = Event::TargetAnswered(TargetAnswered {
                         lease,
                         nonce,
                         answer: TargetAnswer::Applied,
                         claimed: None,
-                    };
+                    });
                     let mut more = self.control.handle(now, answer);
                     more.extend(self.measured(now, view.holder(), used));
                     more
@@ -250,7 +250,7 @@ impl Subject {
                     if bytes_of(&seen, &plan) < engine_bytes(&seen) =>
                 {
                     let used = bytes_of(&seen, &plan);
-                    let applied = Event::EngineApplied {
+                    let applied = Event::EngineApplied(EngineApplied {
                         revision,
                         in_force: plan,
                         freed: engine_bytes(&seen).saturating_sub(used),
@@ -258,7 +258,7 @@ impl Subject {
                         untouched: Bytes::ZERO,
                         untouched_given: Bytes::ZERO,
                         took: MOMENT,
-                    };
+                    });
                     self.control.handle(now, applied)
                 }
                 _ => continue,
@@ -268,7 +268,7 @@ impl Subject {
     }
 
     fn revive(&mut self, event: &Event, actions: &mut [Action]) {
-        let Event::LeaseRenewed { ticket, lease, .. } = event else {
+        let Event::LeaseRenewed(LeaseCall { ticket, lease, .. }) = event else {
             return;
         };
         let seen = self.control.state();
@@ -314,16 +314,16 @@ impl Subject {
             let _ = match view.state {
                 LeaseState::Revoking => self.control.handle(
                     target.deadline,
-                    Event::TargetAnswered {
+                    Event::TargetAnswered(TargetAnswered {
                         lease: view.id,
                         nonce: target.nonce,
                         answer: TargetAnswer::Applied,
                         claimed: None,
-                    },
+                    }),
                 ),
                 _ => self.control.handle(
                     seen.at,
-                    Event::LeaseReleased {
+                    Event::LeaseReleased(LeaseCall {
                         ticket: Ticket(u64::MAX),
                         lease: view.id,
                         generation: view.generation,
@@ -332,7 +332,7 @@ impl Subject {
                             pid: view.owner.owner_pid,
                             operator: true,
                         },
-                    },
+                    }),
                 ),
             };
         }

@@ -11,7 +11,7 @@ use std::{
 use cotenant::{
     policy::{
         engine_failure::Cure,
-        event::{Action, Event, WorkerCommand},
+        event::{Action, Event, WorkerCommand, WorkerResize, WorkerResized},
         kv_type::KvType,
         lease::{LeaseId, Target, Ticket},
         params::Scope,
@@ -849,12 +849,12 @@ impl World {
             worker.high_water = worker.high_water.max(worker.used);
             note_use(&mut self.used_most, worker, worker.variant.clone());
         }
-        let event = Event::WorkerResized {
+        let event = Event::WorkerResized(WorkerResized {
             worker: name,
             variant: worker.variant.clone().unwrap_or_default(),
             used: Some(worker.used),
             error,
-        };
+        });
         (!lost).then_some(event)
     }
 
@@ -873,12 +873,12 @@ impl World {
             } else {
                 millis(&mut self.rng, 1, 3000)
             };
-            return Some(Event::WorkerResizeRequested {
+            return Some(Event::WorkerResizeRequested(WorkerResize {
                 ticket,
                 worker: name,
                 variant,
                 wait,
-            });
+            }));
         }
         if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm
         {

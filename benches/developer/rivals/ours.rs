@@ -14,7 +14,7 @@ use cotenant::{
     policy::{
         Arbiter,
         engine_failure::Cure,
-        event::{Action, Answer, Event},
+        event::{Action, Answer, EngineApplied, Event, LeaseCall},
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, ParamsError, Scope, StartParams, WorkerParams},
@@ -296,7 +296,7 @@ impl Ours<'_, '_> {
         if let Some((revision, in_force, Some((began, before)))) = self.plans.front().cloned() {
             self.plans.pop_front();
             holder.ready = true;
-            self.events.push_back(Event::EngineApplied {
+            self.events.push_back(Event::EngineApplied(EngineApplied {
                 revision,
                 in_force,
                 freed: before.saturating_sub(holder.used),
@@ -304,7 +304,7 @@ impl Ours<'_, '_> {
                 untouched: Bytes::ZERO,
                 untouched_given: Bytes::ZERO,
                 took: now.saturating_since(began),
-            });
+            }));
         }
         if let Some((_, plan, begun)) = self.plans.front_mut() {
             // The running sequence keeps its tokens.
@@ -377,12 +377,12 @@ impl Ours<'_, '_> {
             match self.needs.remove(&number) {
                 Some(Need::Granted(lease)) => {
                     let ticket = self.ticket();
-                    self.events.push_back(Event::LeaseReleased {
+                    self.events.push_back(Event::LeaseReleased(LeaseCall {
                         ticket,
                         lease: lease.id,
                         generation: lease.generation,
                         peer: Peer::default(),
-                    });
+                    }));
                     self.measure(lease.tenant);
                 }
                 Some(Need::Asked(ticket)) => self

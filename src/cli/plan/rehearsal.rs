@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_policy::{
     arbiter::Arbiter,
-    event::{Action, Event},
+    event::{Action, EngineApplied, Event, WorkerResized},
     params::{ENGINE_TENANT, Params, ParamsError},
     pressure::{MemoryReading, PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
@@ -276,12 +276,12 @@ impl Stage {
                     .worker(&worker)
                     .map(|it| it.steady_of(Some(&variant)));
                 self.used.insert(worker.clone(), steady.unwrap_or_default());
-                self.events.push_back(Event::WorkerResized {
+                self.events.push_back(Event::WorkerResized(WorkerResized {
                     worker,
                     variant,
                     used: steady,
                     error: None,
-                });
+                }));
             }
             Action::Measure { tenant } => {
                 let used = self.used.get(&tenant).copied();
@@ -345,7 +345,7 @@ impl Stage {
             .used
             .insert(ENGINE_TENANT.to_owned(), used)
             .unwrap_or_default();
-        self.events.push_back(Event::EngineApplied {
+        self.events.push_back(Event::EngineApplied(EngineApplied {
             revision,
             in_force: plan,
             freed: before.saturating_sub(used),
@@ -353,7 +353,7 @@ impl Stage {
             untouched: Bytes::ZERO,
             untouched_given: Bytes::ZERO,
             took: APPLYING,
-        });
+        }));
     }
 }
 

@@ -171,7 +171,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     assert_ne!(shape, before);
     driver.load(2, floor(&shape), Some(shape.clone()));
     let event = inbox.recv().await.unwrap().event;
-    let Event::EngineApplied { in_force, used, .. } = event else {
+    let Event::EngineApplied(EngineApplied { in_force, used, .. }) = event else {
         panic!("{event:?}");
     };
     assert!(used <= shape.plan_bytes(&in_force), "{used}");
@@ -278,12 +278,12 @@ impl Pair {
     /// The plan that the engine reports in force, and its memory.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
-        let Event::EngineApplied {
+        let Event::EngineApplied(EngineApplied {
             in_force,
             used,
             untouched,
             ..
-        } = event.clone()
+        }) = event.clone()
         else {
             panic!("{event:?}");
         };

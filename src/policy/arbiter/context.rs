@@ -49,8 +49,6 @@ pub(super) struct Record {
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     pub(super) stats: Totals,
-    /// Changes of what outlives this run, besides those that the ledger and the leases count.
-    pub(super) noted: u64,
     /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
     pub(super) said: BTreeMap<String, Vec<Bytes>>,
     /// The request that the queue waits for, of which it was last decided that it waits.

@@ -5,11 +5,12 @@
 use super::{context::Context, engine_orders};
 use crate::{
     decision::{EngineDecision, NextLoad, StrayPlan},
-    engine_control::{Applied, Confirmed, KvUse, PlanKind},
+    engine_control::{Confirmed, KvUse, PlanKind},
     engine_failure::Cure,
+    event::EngineApplied,
     params::{ENGINE_TENANT, VERIFY_PER_MILLE},
     reason::PlanSize,
-    residency::{EnginePlan, ModelShape, PlanLimits},
+    residency::{ModelShape, PlanLimits},
     state::State,
 };
 use cotenant_units::{Bytes, Tokens};
@@ -40,17 +41,9 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
     }
 }
 
-pub(super) fn take_applied(
-    cx: &mut Context<'_>,
-    revision: u64,
-    in_force: EnginePlan,
-    applied: &Applied,
-) {
-    let now = cx.now;
-    let (confirmed, id) = match cx
-        .engine
-        .confirm(revision, in_force, applied.untouched, now)
-    {
+pub(super) fn take_applied(cx: &mut Context<'_>, applied: &EngineApplied) {
+    let (now, revision) = (cx.now, applied.revision);
+    let (confirmed, id) = match cx.engine.confirm(applied, now) {
         Ok(confirmed) => (confirmed, cx.engine.lease),
         Err(stray) => return ignore_plan(cx, revision, stray),
     };

@@ -4,8 +4,8 @@ use super::context::Context;
 use crate::{
     decision::EngineDecision,
     denial::{Denial, Problem},
-    engine_control::{Applied, Pending, PlanKind, WaitingOperator, Wish},
-    event::{Action, Answer, Done, ShedLimit, ShedOutcome},
+    engine_control::{Pending, PlanKind, WaitingOperator, Wish},
+    event::{Action, Answer, Done, EngineApplied, ShedLimit, ShedOutcome},
     params::ENGINE_TENANT,
     reason::{PlanReason, ReclaimReason},
     residency::EnginePlan,
@@ -120,7 +120,7 @@ fn shed_limit(state: &State, held: Bytes) -> ShedLimit {
 pub(super) fn answer_operators(
     cx: &mut Context<'_>,
     revision: u64,
-    outcome: Result<&Applied, &str>,
+    outcome: Result<&EngineApplied, &str>,
 ) {
     let held = cx.engine_held();
     let (due, waiting) = std::mem::take(&mut cx.engine.operators)

@@ -6,17 +6,18 @@ use super::{context::Context, engine_orders, reclaim_orders, serve, worker_order
 use crate::{
     decision::{EngineDecision, GrowthDecision},
     engine_control::PlanKind,
-    event::Done,
+    event::{CapacityWanted, Done},
     growth::{self, Load},
     growth_wait::GrowthWait,
     lease::{Class, LeaseKind},
     lease_table::Lease,
     params::ENGINE_TENANT,
     reason::{PlanReason, PlanSize, ReclaimReason},
+    reclaim,
     residency::EnginePlan,
     shedding::Source,
 };
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::Bytes;
 
 /// Grows back what was shed, one step at a time.
 pub(super) fn grow_back(cx: &mut Context<'_>) {
@@ -27,21 +28,16 @@ pub(super) fn grow_back(cx: &mut Context<'_>) {
 
 /// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
 /// as well. Dwell, back-off and an operator's shed stay in force; but see [`growth::capacity_plan`] for an answer that
-/// `is_running`.
-pub(super) fn take_capacity_wanted(
-    cx: &mut Context<'_>,
-    needed: Tokens,
-    wanted: Tokens,
-    is_running: bool,
-) {
+/// is being written.
+pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, want: &CapacityWanted) {
     let Some(present) = cx.engine.goal().map(|plan| plan.kv_capacity) else {
         return;
     };
-    let wanted = wanted.max(needed);
+    let (needed, wanted) = (want.needed, want.wanted.max(want.needed));
     if wanted <= present {
         return;
     }
-    let grown = growth::capacity_plan(cx.state, needed, wanted, is_running).and_then(|plan| {
+    let grown = growth::capacity_plan(cx.state, needed, wanted, want.is_running).and_then(|plan| {
         let change = cx.engine.change_to(&plan);
         // It has not begun, so that nothing uses the capacity yet.
         cx.state
@@ -127,7 +123,8 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
                     floor: error.floor,
                     free,
                 };
-                reclaim_orders::reclaim_for(cx, Class::LlmElastic, missing, reason);
+                let reclaim = reclaim::for_request(cx.state, Class::LlmElastic, missing, reason);
+                reclaim.map(|reclaim| reclaim_orders::carry_out(cx, reclaim));
             }
             let figures = [error.floor, error.available, free, kept, headroom];
             let watermark = cx.params.pressure.elevated_below;

@@ -6,32 +6,19 @@ use super::{context::Context, engine_orders, worker_orders};
 use crate::{
     decision::{ChangeCause, GrowthDecision},
     event::Action,
-    lease::Class,
-    reason::{ReclaimReason, StopReason},
+    reason::StopReason,
     reclaim::{self, Reclaim, Relief},
     shedding::{Chosen, Source},
 };
-use cotenant_units::Bytes;
-
-/// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
-pub(super) fn reclaim_for(
-    cx: &mut Context<'_>,
-    class: Class,
-    missing: Bytes,
-    reason: ReclaimReason,
-) -> bool {
-    let reclaim = reclaim::for_request(cx.state, class, missing, reason);
-    reclaim.map(|reclaim| carry_out(cx, reclaim)).is_some()
-}
 
 /// Asks back what is held beyond a budget that was lowered, one round for each settle time.
 pub(super) fn come_within_budget(cx: &mut Context<'_>) {
     let settle = cx.params.shed.settle;
     let settling = cx.record.relieved_at.is_some_and(|at| cx.now < at + settle);
-    if let Some(reclaim) = (!settling)
-        .then(|| reclaim::over_budget(cx.state))
-        .flatten()
-    {
+    if settling {
+        return;
+    }
+    if let Some(reclaim) = reclaim::over_budget(cx.state) {
         carry_out(cx, reclaim);
         cx.record.relieved_at = Some(cx.now);
     }

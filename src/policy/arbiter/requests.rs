@@ -1,7 +1,5 @@
 //! Requests of tenants: a lease, its renewal, another size, its end.
 
-use std::time::Duration;
-
 use super::{
     context::{Context, above_target},
     serve,
@@ -10,8 +8,8 @@ use crate::{
     admission::{Want, WantKind},
     decision::{AdmissionDecision, LeaseDecision, LeaseEnd},
     denial::{Denial, NotHolder, Problem, Quota},
-    event::{Action, Answer},
-    lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
+    event::{Action, Answer, LeaseCall, LeaseResize},
+    lease::{LeaseKind, LeaseRequest, Ticket},
     lease_table::{OF_PROCESS, OF_USER, Phase},
     params::ENGINE_TENANT,
     state::State,
@@ -46,36 +44,29 @@ pub(super) fn take_cancellation(cx: &mut Context<'_>, ticket: Ticket) {
     }
 }
 
-pub(super) fn take_renewal(
-    cx: &mut Context<'_>,
-    ticket: Ticket,
-    id: LeaseId,
-    generation: u64,
-    peer: &Peer,
-) -> Result<(), Denial> {
-    cx.leases.owned(id, generation, peer)?;
+pub(super) fn take_renewal(cx: &mut Context<'_>, call: &LeaseCall) -> Result<(), Denial> {
+    let id = call.lease;
+    cx.leases.owned(id, call.generation, &call.peer)?;
     cx.state.leases.renew(id, cx.state.now);
-    cx.answer_lease(ticket, id);
+    cx.answer_lease(call.ticket, id);
     Ok(())
 }
 
-pub(super) fn take_release(
-    cx: &mut Context<'_>,
-    ticket: Ticket,
-    id: LeaseId,
-    generation: u64,
-    peer: &Peer,
-) -> Result<(), Denial> {
+pub(super) fn take_release(cx: &mut Context<'_>, call: &LeaseCall) -> Result<(), Denial> {
+    let (id, peer) = (call.lease, &call.peer);
     let lease = cx.leases.name_of(id);
     let held = cx.ledger.held_by(id);
-    if cx.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn))? {
+    if cx.with_leases(|leases, turn| leases.acknowledge_end(call, turn))? {
         let ended = cx.leases.get(id);
         let by_other = !ended.is_some_and(|ended| ended.is_owned_by(peer));
         let by = by_other.then_some(peer.uid);
-        cx.decide_for(ticket, LeaseDecision::EndAcknowledged { lease, by, held });
+        cx.decide_for(
+            call.ticket,
+            LeaseDecision::EndAcknowledged { lease, by, held },
+        );
         return Ok(());
     }
-    let owned = cx.leases.owned(id, generation, peer)?;
+    let owned = cx.leases.owned(id, call.generation, peer)?;
     if !owned.is_owned_by(peer) {
         cx.out.push(Action::EndLease {
             lease: lease.clone(),
@@ -84,20 +75,13 @@ pub(super) fn take_release(
     }
     // A peer that releases the lease of another answers for it that the holder may not have heard.
     cx.begin_ending(id, Bytes::ZERO);
-    cx.decide_for(ticket, LeaseDecision::Released { lease, held });
+    cx.decide_for(call.ticket, LeaseDecision::Released { lease, held });
     Ok(())
 }
 
-pub(super) fn take_resize(
-    cx: &mut Context<'_>,
-    ticket: Ticket,
-    id: LeaseId,
-    generation: u64,
-    peer: &Peer,
-    (min, max): (Bytes, Bytes),
-    wait: Duration,
-) -> Result<(), Denial> {
-    let lease = cx.leases.owned(id, generation, peer)?;
+pub(super) fn take_resize(cx: &mut Context<'_>, call: &LeaseResize) -> Result<(), Denial> {
+    let (ticket, id, min, max) = (call.ticket, call.lease, call.min, call.max);
+    let lease = cx.leases.owned(id, call.generation, &call.peer)?;
     let (tenant, class, uid) = (lease.tenant.clone(), lease.class, lease.owner.0);
     let held = cx.ledger.held_by(id);
     check_sizes(cx.state, &tenant, min, max)?;
@@ -114,7 +98,7 @@ pub(super) fn take_resize(
     };
     cx.forget_wants_of(id, &replaced);
     if min > held {
-        let wait = wait.min(cx.params.lease.wait_max);
+        let wait = call.wait.min(cx.params.lease.wait_max);
         let kind = WantKind::Grow { min, max, uid };
         let want = Want::ours(&tenant, class, id, kind, cx.now).asked(ticket, wait);
         serve::ask_or_queue(cx, want, wait);

@@ -60,7 +60,6 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
     if cx.leases.ids().next().is_some() || !cx.queue.is_empty() {
         return cx.decide(LeaseDecision::BookTooLate);
     }
-    cx.record.noted += 1;
     // A target may have been sent that was not written down; its number must not come to mean another one.
     book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
     cx.leases.skip(book.last);

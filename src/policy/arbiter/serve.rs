@@ -12,7 +12,7 @@ use super::{
 use crate::{
     admission::{Place, Want, WantKind},
     decision::AdmissionDecision,
-    denial::{Denial, Holders},
+    denial::Denial,
     lease::{Class, LeaseId, LeaseRequest},
     lease_table::Lease,
     reason::ReclaimReason,
@@ -84,14 +84,9 @@ fn note_first(cx: &mut Context<'_>, first: Option<LeaseId>) {
 fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
     let worker = cx.workers.get(name);
     if let Some(wait) = worker.and_then(|worker| cx.worker_wait(worker)) {
-        let worker = name.to_owned();
-        let mut figures = vec![wait.needs, wait.configured, wait.free, wait.most];
-        figures.extend(wait.keepers.iter().map(|(_, bytes)| *bytes));
-        cx.decide_once(
-            &out_of_reach(name),
-            &figures,
-            AdmissionDecision::StartOutOfReach { worker, wait },
-        );
+        let (worker, figures) = (name.to_owned(), [wait.needs, wait.free, wait.most]);
+        let decision = AdmissionDecision::StartOutOfReach { worker, wait };
+        cx.decide_once(&out_of_reach(name), &figures, decision);
     }
 }
 
@@ -241,47 +236,18 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
         budget: cx.ledger.budget(),
     };
     let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
-    let asked_for = if has_its_turn {
-        let reclaim = reclaim::from_engine(cx.state, missing, reason);
-        reclaim
-            .map(|reclaim| reclaim_orders::carry_out(cx, reclaim))
-            .is_some()
+    let reclaim = if has_its_turn {
+        reclaim::from_engine(cx.state, missing, reason)
     } else {
-        reclaim_orders::reclaim_for(cx, class, missing, reason)
+        reclaim::for_request(cx.state, class, missing, reason)
     };
-    if !asked_for {
+    if let Some(reclaim) = reclaim {
+        reclaim_orders::carry_out(cx, reclaim);
+    } else {
         let denial = cx.insufficient(&tenant, own, asked, class);
-        let figures = figures_of(&denial);
-        cx.decide_once(
-            FIRST_WAITS,
-            &figures,
-            AdmissionDecision::Waits { tenant, denial },
-        );
-    }
-}
-
-/// The figures of a denial, whose change is worth another decision.
-fn figures_of(denial: &Denial) -> Vec<Bytes> {
-    match denial {
-        Denial::InsufficientMemory {
-            asked,
-            free,
-            reclaimable,
-            holders:
-                Holders {
-                    shares,
-                    unaccounted,
-                    ..
-                },
-            ..
-        } => {
-            let shares = shares.iter().flat_map(|share| [share.held, share.gives]);
-            [*asked, *free, *reclaimable, *unaccounted]
-                .into_iter()
-                .chain(shares)
-                .collect()
-        }
-        _ => Vec::new(),
+        let figures = [asked, cx.available(class, true), cx.reclaimable_for(class)];
+        let decision = AdmissionDecision::Waits { tenant, denial };
+        cx.decide_once(FIRST_WAITS, &figures, decision);
     }
 }
 

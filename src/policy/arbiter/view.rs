@@ -36,23 +36,20 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
         .collect();
     let waiting = state.queue.values();
     leases.extend(waiting.filter_map(|want| waiting_view(want, &state.ledger)));
+    let (engine, ledger) = (&state.engine, &state.ledger);
+    let returning = engine.returning().unwrap_or(Bytes::ZERO);
+    let (in_force, full) = (engine.plans.in_force.as_ref(), engine.full_plan());
+    let asked = engine.plans.pending.last_key_value();
     Snapshot {
         at: state.now,
         memory: MemoryView {
-            budget: state.ledger.budget(),
-            held: state.ledger.held(),
-            used: state
-                .ledger
-                .measured_use()
-                .saturating_sub(state.engine.kv.untouched),
-            unaccounted: state.ledger.unaccounted(),
-            free: state.ledger.free(),
-            unmanaged: state.ledger.unmanaged(),
-            returning: state
-                .engine
-                .returning()
-                .unwrap_or(Bytes::ZERO)
-                .saturating_add(state.returning_or_waiting_workers()),
+            budget: ledger.budget(),
+            held: ledger.held(),
+            used: ledger.measured_use().saturating_sub(engine.kv.untouched),
+            unaccounted: ledger.unaccounted(),
+            free: ledger.free(),
+            unmanaged: ledger.unmanaged(),
+            returning: returning.saturating_add(state.returning_or_waiting_workers()),
             coming_back: state.coming_back(),
         },
         pressure: PressureView {
@@ -70,25 +67,16 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
         leases,
         waiting: state.queue.len(),
         engine: EngineView {
-            state: state.engine.state(),
-            shape: state.engine.shape().cloned(),
-            in_force: state.engine.plans.in_force.clone(),
-            asked: state
-                .engine
-                .plans
-                .pending
-                .last_key_value()
-                .map(|(_, pending)| pending.plan.clone()),
-            full: state.engine.full_plan(),
+            state: engine.state(),
+            shape: engine.shape().cloned(),
+            in_force: in_force.cloned(),
+            asked: asked.map(|(_, pending)| pending.plan.clone()),
             waits: growth::engine_waits(state),
-            failure: state.engine.failure(),
-            milli_tokens_per_s: state
-                .engine
-                .milli_tokens_per_s(state.engine.plans.in_force.as_ref()),
-            full_milli_tokens_per_s: state
-                .engine
-                .milli_tokens_per_s(state.engine.full_plan().as_ref()),
-            kv: state.engine.kv_view(),
+            failure: engine.failure(),
+            milli_tokens_per_s: engine.milli_tokens_per_s(in_force),
+            full_milli_tokens_per_s: engine.milli_tokens_per_s(full.as_ref()),
+            kv: engine.kv_view(),
+            full,
         },
         workers: state
             .workers

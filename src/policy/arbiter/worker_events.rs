@@ -17,7 +17,7 @@ use crate::{
     death::{DeathCertificate, DeathClass},
     decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
     denial::{Denial, Problem},
-    event::{Action, Done, WorkerCommand, WorkerDone},
+    event::{Action, Done, WorkerCommand, WorkerDone, WorkerResize, WorkerResized},
     lease::{Class, LeaseId, Ticket},
     lease_table::{Lease, LeaseTable},
     params::VERIFY_PER_MILLE,
@@ -32,7 +32,6 @@ use cotenant_units::{Bytes, Timestamp};
 
 pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
     let now = cx.now;
-    cx.record.noted += 1;
     let Some(worker) = cx.workers.get_mut(name) else {
         return;
     };
@@ -100,32 +99,32 @@ pub(super) fn take_unresponsive(cx: &mut Context<'_>, name: &str, pid: u32, evid
 }
 
 pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, cause: &str) {
-    cx.record.noted += 1;
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    let Some(ended) = worker.exited(intended, cause, cx.state.now) else {
+    let Some((run, next)) = worker.exited(intended, cause, cx.state.now) else {
         let cause = cause.to_owned();
         ignore(cx, name, StrayReport::Exited { cause });
         return;
     };
-    let freed = cx.drop_lease(ended.lease);
+    let freed = cx.drop_lease(run.lease);
     cx.renew_worker(name);
     cx.ledger.forget(name);
     cx.changed_at = cx.now;
     let cause = cause.to_owned();
-    let exited = Problem::Exited {
-        cause: cause.clone(),
-    };
-    cx.deny_all(ended.tickets, &invalid(name, exited));
+    let expected = run.stopping().is_some() || intended;
+    if let Some(resizing) = run.resizing {
+        let cause = cause.clone();
+        cx.deny_all(resizing.tickets, &invalid(name, Problem::Exited { cause }));
+    }
     cx.decide(WorkerDecision::Exited {
         worker: name.to_owned(),
         cause,
-        expected: ended.stopping || intended,
+        expected,
         freed,
         free: cx.ledger.free(),
     });
-    match ended.next {
+    match next {
         AfterExit::Rests => {}
         AfterExit::Sleeps => cx.note_reclaimed(freed, freed, false),
         AfterExit::Restarts => worker_orders::start_again_at_once(cx, name),
@@ -224,7 +223,6 @@ pub(super) fn take_command(
     name: &str,
     command: WorkerCommand,
 ) -> Result<(), Denial> {
-    cx.record.noted += 1;
     let worker = cx.workers.get(name);
     let worker = worker.ok_or_else(|| invalid(name, Problem::NotConfigured))?;
     if command != WorkerCommand::Stop {
@@ -254,13 +252,8 @@ pub(super) fn take_command(
     Ok(())
 }
 
-pub(super) fn take_resize(
-    cx: &mut Context<'_>,
-    ticket: Ticket,
-    name: String,
-    variant: String,
-    wait: Duration,
-) -> Result<(), Denial> {
+pub(super) fn take_resize(cx: &mut Context<'_>, call: WorkerResize) -> Result<(), Denial> {
+    let (ticket, name, variant) = (call.ticket, call.worker, call.variant);
     let worker = cx.workers.get(&name);
     let worker = worker.ok_or_else(|| invalid(&name, Problem::NotConfigured))?;
     let known = &worker.params.variants;
@@ -293,22 +286,16 @@ pub(super) fn take_resize(
         cx.done(ticket, Done::Worker { worker: name, done });
         return Ok(());
     }
-    let wait = wait.min(cx.state.params.lease.wait_max);
+    let wait = call.wait.min(cx.state.params.lease.wait_max);
     let kind = WantKind::WorkerVariant { variant };
     let want = Want::ours(&name, class, run.lease, kind, cx.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
     Ok(())
 }
 
-pub(super) fn take_resized(
-    cx: &mut Context<'_>,
-    name: &str,
-    variant: &str,
-    used: Option<Bytes>,
-    error: Option<&str>,
-) {
-    let now = cx.now;
-    cx.record.noted += 1;
+pub(super) fn take_resized(cx: &mut Context<'_>, resized: &WorkerResized) {
+    let (name, variant, used) = (&resized.worker, &resized.variant, resized.used);
+    let (now, error) = (cx.now, resized.error.as_ref());
     let Some(worker) = cx.workers.get_mut(name) else {
         return;
     };
@@ -334,7 +321,7 @@ pub(super) fn take_resized(
     let tickets = resizing.map(|resizing| resizing.tickets);
     let tickets = tickets.unwrap_or_default();
     let (worker, variant) = (name.to_owned(), variant.to_owned());
-    if let Some(error) = error.map(str::to_owned) {
+    if let Some(error) = error.cloned() {
         let kept = Problem::Kept {
             error: error.clone(),
         };

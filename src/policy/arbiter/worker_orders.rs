@@ -21,7 +21,6 @@ use cotenant_units::{Bytes, Timestamp};
 
 /// Queues the start of a worker.
 pub(super) fn want(cx: &mut Context<'_>, name: &str) {
-    cx.record.noted += 1;
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
@@ -52,7 +51,6 @@ pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
 
 /// Starts a worker; the caller has made sure that the least it needs fits.
 pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
-    cx.record.noted += 1;
     let peak = cx.worker_peak(name, None);
     let spare = cx.ledger.free().min(peak);
     let peak = cx.start_least(name).max(spare);
@@ -137,7 +135,6 @@ pub(super) fn change(
     tickets: Vec<Ticket>,
     cause: ChangeCause,
 ) {
-    cx.record.noted += 1;
     let resizing = Resizing {
         variant: variant.clone(),
         tickets,
@@ -165,7 +162,6 @@ pub(super) fn stop(cx: &mut Context<'_>, name: &str, reason: StopReason) {
 
 /// Stops a worker for a reason that does not say what follows its exit.
 pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
-    cx.record.noted += 1;
     let worker = cx.state.workers.get_mut(name);
     let Some(run) = worker.and_then(Worker::run_mut) else {
         return;

@@ -1,23 +1,11 @@
 //! The engine's answer to a plan, and what that means.
 
-use std::time::Duration;
-
 use super::{EngineControl, PINNED_FOR, Pending, PlanKind};
 use crate::{
     decision::{PlanOutcome, StrayPlan},
-    residency::EnginePlan,
+    event::EngineApplied,
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
-
-/// The engine's report of a plan that it carried out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Applied {
-    pub(crate) freed: Bytes,
-    pub(crate) used: Bytes,
-    pub(crate) untouched: Bytes,
-    pub(crate) untouched_given: Bytes,
-    pub(crate) took: Duration,
-}
 
 /// The meaning of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,12 +30,8 @@ pub(crate) enum Confirmed {
 
 impl Confirmed {
     /// The same as it is reported, with what was credited and freed.
-    pub(crate) const fn outcome(&self, credited: Bytes, applied: &Applied) -> PlanOutcome {
-        let Applied {
-            freed,
-            untouched_given: untouched,
-            ..
-        } = *applied;
+    pub(crate) const fn outcome(&self, credited: Bytes, applied: &EngineApplied) -> PlanOutcome {
+        let (freed, untouched) = (applied.freed, applied.untouched_given);
         match self {
             Self::Ready => PlanOutcome::Ready,
             Self::Shed(_) => PlanOutcome::Shed {
@@ -63,17 +47,16 @@ impl Confirmed {
 }
 
 impl EngineControl {
-    /// Takes the answer to plan `revision`: `in_force` is what the engine now has.
+    /// Takes the engine's report of a plan.
     ///
     /// # Errors
     /// If it answers nothing that is asked of the engine as it is now.
     pub(crate) fn confirm(
         &mut self,
-        revision: u64,
-        in_force: EnginePlan,
-        untouched: Bytes,
+        applied: &EngineApplied,
         now: Timestamp,
     ) -> Result<Confirmed, StrayPlan> {
+        let (revision, in_force) = (applied.revision, applied.in_force.clone());
         if self.lease.is_none() {
             return Err(StrayPlan::NoLease);
         }
@@ -109,7 +92,7 @@ impl EngineControl {
         let is = self.bytes_in(&in_force);
         let chunk = in_force.prefill_chunk;
         self.plans.in_force = Some(in_force);
-        self.kv.untouched = untouched;
+        self.kv.untouched = applied.untouched;
         if self.ready(now) {
             return Ok(Confirmed::Ready);
         }
@@ -137,9 +120,14 @@ impl EngineControl {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::{
-        engine_failure::Cure, lease::LeaseId, params::EngineParams, residency::small_model,
+        engine_failure::Cure,
+        lease::LeaseId,
+        params::EngineParams,
+        residency::{EnginePlan, small_model},
     };
 
     /// An engine that was asked to load, and the plan that it was asked for.
@@ -175,12 +163,16 @@ mod tests {
         revision: u64,
         plan: &EnginePlan,
     ) -> Result<Confirmed, StrayPlan> {
-        engine.confirm(
+        let applied = EngineApplied {
             revision,
-            plan.clone(),
-            Bytes::ZERO,
-            Timestamp::from_millis(1),
-        )
+            in_force: plan.clone(),
+            freed: Bytes::ZERO,
+            used: Bytes::ZERO,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
+            took: Duration::ZERO,
+        };
+        engine.confirm(&applied, Timestamp::from_millis(1))
     }
 
     #[test]

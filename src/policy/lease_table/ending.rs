@@ -8,8 +8,8 @@ use super::{
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
     denial::{Denial, NotHolder},
-    event::Action,
-    lease::{LeaseId, LeaseKind, Peer},
+    event::{Action, LeaseCall},
+    lease::{LeaseId, LeaseKind},
     ledger::Ledger,
 };
 use cotenant_units::{Bytes, Timestamp};
@@ -53,7 +53,6 @@ impl LeaseTable {
     /// they are. `claimable` is what its holder may still take as far as it knows: zero if it knows of the end.
     pub(crate) fn begin_ending(&mut self, id: LeaseId, claimable: Bytes, turn: &mut Turn<'_>) {
         let now = turn.now;
-        self.changes += 1;
         if let Some(lease) = self.leases.get_mut(&id) {
             let until = lease
                 .expires_at
@@ -84,12 +83,10 @@ impl LeaseTable {
     /// If it is, and the peer is neither of them.
     pub(crate) fn acknowledge_end(
         &mut self,
-        id: LeaseId,
-        generation: u64,
-        peer: &Peer,
+        call: &LeaseCall,
         turn: &mut Turn<'_>,
     ) -> Result<bool, Denial> {
-        let now = turn.now;
+        let (now, id, peer) = (turn.now, call.lease, &call.peer);
         let name = self.name_of(id);
         let Some(lease) = self.leases.get_mut(&id) else {
             return Ok(false);
@@ -117,13 +114,12 @@ impl LeaseTable {
                 },
             });
         }
-        if generation != lease.generation {
+        if call.generation != lease.generation {
             return Ok(false);
         }
         // Its use before the acknowledgement shows nothing.
         (*since, *deadline, *next_poll, *open) =
             (now, now + turn.shed.verify_timeout, now + VERIFY_POLL, None);
-        self.changes += 1;
         self.measure(id, turn);
         Ok(true)
     }

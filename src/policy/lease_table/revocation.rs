@@ -3,7 +3,7 @@
 use super::{Effect, Evidence, Lease, LeaseTable, Lower, Phase, Revocation, Turn, VERIFY_POLL};
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
-    event::Action,
+    event::{Action, TargetAnswered},
     lease::{LeaseId, LeaseKind, Target, TargetAnswer},
     ledger::Ledger,
     params::{ShedParams, VERIFY_PER_MILLE},
@@ -84,14 +84,13 @@ impl LeaseTable {
     }
 
     /// The holder has answered its target.
-    pub(crate) fn answer_target(
-        &mut self,
-        id: LeaseId,
-        nonce: u64,
-        answer: TargetAnswer,
-        claimed: Option<Bytes>,
-        turn: &mut Turn<'_>,
-    ) {
+    pub(crate) fn answer_target(&mut self, answered: &TargetAnswered, turn: &mut Turn<'_>) {
+        let TargetAnswered {
+            lease: id,
+            nonce,
+            ref answer,
+            claimed,
+        } = *answered;
         let (lease, now) = (self.name_of(id), turn.now);
         let phase = self.leases.get_mut(&id).map(|lease| &mut lease.phase);
         let revocation = match phase {
@@ -112,15 +111,15 @@ impl LeaseTable {
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
         }
-        if answer == TargetAnswer::Applied && revocation.applied_at.is_none() {
+        if *answer == TargetAnswer::Applied && revocation.applied_at.is_none() {
             (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
         }
         revocation.answered = Some(answer.clone());
         revocation.next_poll = now + VERIFY_POLL;
-        if answer != TargetAnswer::Applied || claimed.is_some() {
+        if *answer != TargetAnswer::Applied || claimed.is_some() {
             turn.decide(LeaseDecision::Answered {
                 lease,
-                answer,
+                answer: answer.clone(),
                 claimed,
             });
         }
@@ -184,41 +183,30 @@ impl LeaseTable {
         };
         let ids: Vec<LeaseId> = self.iter().filter(of_holder).map(|(id, _)| id).collect();
         for id in ids {
-            match (self.leases.get_mut(&id).map(|lease| &mut lease.phase), used) {
-                (Some(Phase::Revoking(_)), _) => {
+            match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+                Some(Phase::Revoking(_)) => {
                     self.verify(id, used, taken_at, turn);
                 }
-                (
-                    Some(Phase::Ending {
-                        since,
-                        unmeasurable,
-                        ..
-                    }),
-                    None,
-                ) if *since < taken_at => *unmeasurable = true,
-                (
-                    Some(Phase::Ending {
-                        since,
-                        unacknowledged,
-                        ..
-                    }),
-                    Some(used),
-                ) if *since < taken_at => {
-                    match unacknowledged.filter(|open| taken_at < open.until) {
-                        Some(open) => self.credit_beyond(id, open, turn),
-                        None => self.close_measured(id, holder, used, turn),
+                Some(Phase::Ending {
+                    since,
+                    unmeasurable,
+                    unacknowledged,
+                    ..
+                }) if *since < taken_at => {
+                    let open = unacknowledged.filter(|open| taken_at < open.until);
+                    match (used, open) {
+                        (None, _) => *unmeasurable = true,
+                        (Some(_), Some(open)) => self.credit_beyond(id, open, turn),
+                        (Some(used), None) => self.close_measured(id, holder, used, turn),
                     }
                 }
-                (Some(Phase::Residual { .. }), Some(Bytes::ZERO)) => {
+                Some(Phase::Residual { .. }) if used == Some(Bytes::ZERO) => {
                     self.forget_holder(holder, turn.ledger);
                     turn.effects.push(Effect::Moved);
                 }
-                (
-                    Some(Phase::Residual {
-                        unreadable_since, ..
-                    }),
-                    used,
-                ) => {
+                Some(Phase::Residual {
+                    unreadable_since, ..
+                }) => {
                     let since = unreadable_since.unwrap_or(taken_at);
                     *unreadable_since = used.is_none().then_some(since);
                 }

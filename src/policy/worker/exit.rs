@@ -1,21 +1,7 @@
 //! Exit of a worker's process, and its consequence.
 
 use super::run::{Run, Stage, StopCause};
-use crate::{
-    lease::{LeaseId, Ticket},
-    snapshot::Rest,
-};
-
-/// A process that has ended.
-#[derive(Debug)]
-pub(crate) struct Ended {
-    pub(crate) lease: LeaseId,
-    /// Those who waited for its change of variant.
-    pub(crate) tickets: Vec<Ticket>,
-    /// Whether we had asked it to stop.
-    pub(crate) stopping: bool,
-    pub(crate) next: AfterExit,
-}
+use crate::snapshot::Rest;
 
 /// The consequence of the end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

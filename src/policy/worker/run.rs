@@ -228,7 +228,7 @@ impl Run {
         }
     }
 
-    pub(super) const fn stopping(&self) -> Option<StopCause> {
+    pub(crate) const fn stopping(&self) -> Option<StopCause> {
         match self.stage {
             Stage::Stopping { cause, .. } => Some(cause),
             Stage::Starting | Stage::Ready(_) => None,

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use cotenant::{
     policy::{
-        event::{Action, Event},
+        event::{Action, EngineApplied, Event},
         reason::PlanReason,
         residency::EnginePlan,
     },
@@ -25,9 +25,9 @@ pub(crate) struct Again {
 impl Checker for Again {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         match step.event {
-            Event::EngineApplied {
+            Event::EngineApplied(EngineApplied {
                 revision, in_force, ..
-            } => {
+            }) => {
                 let asked = self
                     .asked
                     .remove(revision)

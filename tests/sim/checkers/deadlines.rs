@@ -7,7 +7,7 @@ use std::{
 
 use cotenant::{
     policy::{
-        event::{Action, Event},
+        event::{Action, Event, LeaseResize, TargetAnswered},
         lease::{LeaseId, LeaseKind, LeaseState, LeaseView, TargetAnswer},
     },
     units::Timestamp,
@@ -39,16 +39,18 @@ impl Deadlines {
         for (lease, nonce) in step.before.leases.iter().filter_map(pending) {
             let key = (lease.id, nonce);
             let claim = match step.event {
-                Event::TargetAnswered {
+                Event::TargetAnswered(TargetAnswered {
                     lease: id,
                     nonce: of,
                     answer,
                     ..
-                } if (*id, *of) == key => match answer {
+                }) if (*id, *of) == key => match answer {
                     TargetAnswer::Refused { .. } => None,
                     answer => Some(*answer == TargetAnswer::Applied),
                 },
-                Event::LeaseResizeRequested { lease: id, .. } if *id == lease.id => Some(false),
+                Event::LeaseResizeRequested(LeaseResize { lease: id, .. }) if *id == lease.id => {
+                    Some(false)
+                }
                 _ => None,
             };
             let known = self.claims.get_mut(&key);

@@ -5,7 +5,7 @@
 
 use cotenant::{
     policy::{
-        event::{Action, Event},
+        event::{Action, EngineApplied, Event},
         pressure::LevelChange,
         reason::PlanReason,
     },
@@ -34,7 +34,7 @@ impl Checker for Flapping {
             self.fell_at = None;
         }
         // Exempt are also layers that made room for a larger chunk, which a running prompt has delayed.
-        if let (Event::EngineApplied { in_force, .. }, Some(asked)) =
+        if let (Event::EngineApplied(EngineApplied { in_force, .. }), Some(asked)) =
             (step.event, &step.before.engine.asked)
             && in_force.prefill_chunk < asked.prefill_chunk
         {

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 use cotenant::{
     policy::{
-        event::{Action, Event},
+        event::{Action, CapacityWanted, EngineApplied, Event},
         params::Params,
         residency::{EnginePlan, ModelShape},
         snapshot::Snapshot,
@@ -72,7 +72,7 @@ impl Step<'_> {
         let engine = &self.before.engine;
         let goal = engine.asked.as_ref().or(engine.in_force.as_ref());
         let kept = match self.event {
-            Event::EngineApplied { in_force, .. } => Some(in_force),
+            Event::EngineApplied(EngineApplied { in_force, .. }) => Some(in_force),
             _ => None,
         };
         let sizes = [goal, kept]
@@ -86,11 +86,11 @@ impl Step<'_> {
     /// request for capacity never adds layers.
     fn is_for_the_answer(&self, plan: &EnginePlan, shape: &ModelShape) -> bool {
         let block = shape.kv.block_tokens.get();
-        let Event::CapacityWanted {
+        let Event::CapacityWanted(CapacityWanted {
             needed,
             is_running: true,
             ..
-        } = self.event
+        }) = self.event
         else {
             return false;
         };

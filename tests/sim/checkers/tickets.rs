@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use cotenant::policy::{
-    event::{Action, Event},
+    event::{Action, Event, LeaseCall, LeaseResize, WorkerResize},
     lease::Ticket,
 };
 
@@ -40,10 +40,10 @@ impl Checker for Tickets {
                 }
             }
             Event::LeaseRequested { ticket, .. }
-            | Event::LeaseRenewed { ticket, .. }
-            | Event::LeaseResizeRequested { ticket, .. }
-            | Event::LeaseReleased { ticket, .. }
-            | Event::WorkerResizeRequested { ticket, .. }
+            | Event::LeaseRenewed(LeaseCall { ticket, .. })
+            | Event::LeaseResizeRequested(LeaseResize { ticket, .. })
+            | Event::LeaseReleased(LeaseCall { ticket, .. })
+            | Event::WorkerResizeRequested(WorkerResize { ticket, .. })
             | Event::OperatorShed { ticket, .. }
             | Event::OperatorRegrow { ticket }
             | Event::OperatorKvType { ticket, .. }

@@ -15,7 +15,7 @@ use std::{
 use cotenant::{
     policy::{
         engine_failure::Cure,
-        event::{Action, Answer, Event, WorkerCommand},
+        event::{Action, Answer, EngineApplied, Event, LeaseCall, TargetAnswered, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
         params::{ENGINE_TENANT, EngineParams, RestParams, StartParams, WorkerParams},
         pressure::{MemoryReading, PressureLevel, Sample},
@@ -316,12 +316,12 @@ impl Home {
                 let (lease, generation) = self.lease.take().unwrap();
                 (self.used.tenant, self.target) = (Bytes::ZERO, None);
                 let ticket = self.ticket();
-                self.tell(Event::LeaseReleased {
+                self.tell(Event::LeaseReleased(LeaseCall {
                     ticket,
                     lease,
                     generation,
                     peer,
-                })
+                }))
             }
             Letter::Leave => {
                 let (lease, _) = self.lease.take().unwrap();
@@ -331,12 +331,12 @@ impl Home {
             Letter::Obey => {
                 let (nonce, bytes) = self.target.take().unwrap();
                 self.used.tenant = self.used.tenant.min(bytes);
-                self.tell(Event::TargetAnswered {
+                self.tell(Event::TargetAnswered(TargetAnswered {
                     lease: self.lease.unwrap().0,
                     nonce,
                     answer: TargetAnswer::Applied,
                     claimed: Some(bytes),
-                })
+                }))
             }
             Letter::Apply | Letter::Pretend => {
                 let (revision, mut plan) = self.orders.pop_front().unwrap();
@@ -350,7 +350,7 @@ impl Home {
                     self.used.engine = bytes;
                 }
                 self.in_force = Some(plan.clone());
-                self.tell(Event::EngineApplied {
+                self.tell(Event::EngineApplied(EngineApplied {
                     revision,
                     in_force: plan,
                     freed: before.saturating_sub(self.used.engine),
@@ -358,7 +358,7 @@ impl Home {
                     untouched: Bytes::ZERO,
                     untouched_given: Bytes::ZERO,
                     took: Duration::from_millis(3),
-                })
+                }))
             }
             Letter::FailOrder => {
                 let (revision, _) = self.orders.pop_front().unwrap();

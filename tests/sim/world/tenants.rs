@@ -5,7 +5,7 @@ use std::time::Duration;
 use cotenant::{
     policy::{
         denial::Denial,
-        event::{Answer, Event},
+        event::{Answer, Event, LeaseCall, LeaseResize, TargetAnswered},
         lease::{LeaseId, LeaseRequest, Target, TargetAnswer, Ticket},
     },
     rpc::target::Verdict,
@@ -62,12 +62,12 @@ impl World {
             self.tenants[index].lease = None;
             self.tenants[index].may_use = Bytes::ZERO;
             let ticket = self.ticket();
-            return Some(Event::LeaseReleased {
+            return Some(Event::LeaseReleased(LeaseCall {
                 ticket,
                 lease: lease.id,
                 generation: lease.generation,
                 peer,
-            });
+            }));
         }
         if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
             return None;
@@ -94,7 +94,7 @@ impl World {
             }
             tenant.asking.insert(ticket);
             let wait = millis(&mut self.rng, 0, 2000);
-            return Some(Event::LeaseResizeRequested {
+            return Some(Event::LeaseResizeRequested(LeaseResize {
                 ticket,
                 lease: lease.id,
                 generation: lease.generation,
@@ -102,16 +102,16 @@ impl World {
                 min: Bytes::new(min),
                 max: Bytes::new(max),
                 wait,
-            });
+            }));
         }
         self.tenants[index].asking.insert(ticket);
-        Some(Event::LeaseRenewed {
+        Some(Event::LeaseRenewed(LeaseCall {
             ticket,
             lease: lease.id,
             generation: lease.generation
                 + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
             peer,
-        })
+        }))
     }
 
     pub(super) fn tenant_asks(&mut self, index: usize) -> Option<Event> {
@@ -320,11 +320,13 @@ impl World {
         } else {
             receipt.pass_on
         };
-        passes.map(|answer| Event::TargetAnswered {
-            lease,
-            nonce,
-            answer,
-            claimed: Some(bytes),
+        passes.map(|answer| {
+            Event::TargetAnswered(TargetAnswered {
+                lease,
+                nonce,
+                answer,
+                claimed: Some(bytes),
+            })
         })
     }
 
@@ -348,11 +350,13 @@ impl World {
             TargetAnswer::Deferred { overage },
         );
         *self.verdicts.entry(receipt.verdict).or_default() += 1;
-        receipt.pass_on.map(|answer| Event::TargetAnswered {
-            lease,
-            nonce: target.nonce,
-            answer,
-            claimed: None,
+        receipt.pass_on.map(|answer| {
+            Event::TargetAnswered(TargetAnswered {
+                lease,
+                nonce: target.nonce,
+                answer,
+                claimed: None,
+            })
         })
     }
 
@@ -366,12 +370,12 @@ impl World {
             let peer = self.tenants[index].peer();
             let ticket = self.ticket();
             let wait = millis(&mut self.rng, 0, 100);
-            let event = Event::LeaseRenewed {
+            let event = Event::LeaseRenewed(LeaseCall {
                 ticket,
                 lease: lease.id,
                 generation: lease.generation,
                 peer,
-            };
+            });
             self.after(wait, Happening::Deliver(Box::new(event)));
         }
         if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
@@ -418,12 +422,12 @@ impl World {
         tenant.may_use = Bytes::ZERO;
         let lease = tenant.lease.take().filter(|_| says_so)?;
         let peer = tenant.peer();
-        Some(Event::LeaseReleased {
+        Some(Event::LeaseReleased(LeaseCall {
             ticket: self.ticket(),
             lease: lease.id,
             generation: lease.generation,
             peer,
-        })
+        }))
     }
 
     /// Its process ends, with all of its state.

@@ -96,7 +96,7 @@ fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
             let given = full - rig.snapshot().engine.shape.unwrap().plan_bytes(&in_force);
             assert_eq!(in_force.resident.len(), 12);
             reserved = reserved.saturating_sub(given);
-            rig.tell(Event::EngineApplied {
+            rig.tell(Event::EngineApplied(EngineApplied {
                 revision,
                 in_force,
                 freed: Bytes::ZERO,
@@ -104,7 +104,7 @@ fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
                 untouched: reserved,
                 untouched_given: given,
                 took: ms(1),
-            });
+            }));
         }
     }
     assert!(reserved < mib(8), "{reserved}");

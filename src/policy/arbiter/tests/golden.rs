@@ -309,12 +309,12 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
         }
         let ticket = rig.ticket();
         let lease = rig.lease("detector").unwrap();
-        rig.tell(Event::LeaseRenewed {
+        rig.tell(Event::LeaseRenewed(LeaseCall {
             ticket,
             lease: lease.id,
             generation: lease.generation,
             peer: peer(1000),
-        });
+        }));
     }
     assert_eq!(named, [5200], "once, and early");
 }
@@ -563,7 +563,7 @@ fn a_holder_is_not_in_its_own_way() {
     rig.renew(&lease);
     assert_eq!(rig.granted().memory.held, Bytes::from_gib(6));
     let ticket = rig.ticket();
-    rig.tell(Event::LeaseResizeRequested {
+    rig.tell(Event::LeaseResizeRequested(LeaseResize {
         ticket,
         lease: lease.id,
         generation: lease.generation,
@@ -571,7 +571,7 @@ fn a_holder_is_not_in_its_own_way() {
         min: Bytes::from_gib(12),
         max: Bytes::from_gib(12),
         wait: Duration::ZERO,
-    });
+    }));
     assert_eq!(rig.granted().memory.held, Bytes::from_gib(12));
 }
 
@@ -581,7 +581,7 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
     let mut rig = Rig::sampled(params());
     let lease = grant(&mut rig, "a", Class::Interactive, 100);
     let ticket = rig.ticket();
-    rig.tell(Event::LeaseReleased {
+    rig.tell(Event::LeaseReleased(LeaseCall {
         ticket,
         lease: lease.id,
         generation: lease.generation,
@@ -590,7 +590,7 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
             operator: true,
             ..Peer::default()
         },
-    });
+    }));
     assert!(
         acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
         "{:#?}",
@@ -627,7 +627,7 @@ fn absurd_requests_leave_the_book_untouched() {
             "{min} {max}"
         );
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseResizeRequested {
+        rig.tell(Event::LeaseResizeRequested(LeaseResize {
             ticket,
             lease: lease.id,
             generation: lease.generation,
@@ -635,7 +635,7 @@ fn absurd_requests_leave_the_book_untouched() {
             min: Bytes::new(min),
             max: Bytes::new(max),
             wait: Duration::ZERO,
-        });
+        }));
         assert!(
             matches!(
                 rig.denial(),
@@ -646,12 +646,12 @@ fn absurd_requests_leave_the_book_untouched() {
     }
     for generation in [0, lease.generation + 1, u64::MAX] {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased {
+        rig.tell(Event::LeaseReleased(LeaseCall {
             ticket,
             lease: lease.id,
             generation,
             peer: peer(1000),
-        });
+        }));
         assert!(
             matches!(rig.denial(), Denial::StaleGeneration { current, .. } if current == lease.generation),
             "{generation}"

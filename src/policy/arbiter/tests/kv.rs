@@ -195,7 +195,7 @@ fn kv_that_was_never_touched_counts_as_used() {
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
     let given = mib(132) - shape().plan_bytes(&plan);
-    rig.tell(Event::EngineApplied {
+    rig.tell(Event::EngineApplied(EngineApplied {
         revision,
         in_force: plan,
         freed: Bytes::ZERO,
@@ -203,7 +203,7 @@ fn kv_that_was_never_touched_counts_as_used() {
         untouched: mib(30).saturating_sub(given),
         untouched_given: given.min(mib(30)),
         took: ms(1),
-    });
+    }));
     assert_eq!(rig.held("llm"), mib(132) - given);
     let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
     assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
@@ -224,7 +224,7 @@ fn kv_that_was_never_touched_is_no_release() {
         let (revision, in_force) = rig.plan_asked().unwrap();
         let used = shape().plan_bytes(&in_force);
         let given = rig.held("llm") - used;
-        rig.tell(Event::EngineApplied {
+        rig.tell(Event::EngineApplied(EngineApplied {
             revision,
             in_force,
             freed: mib(freed),
@@ -232,7 +232,7 @@ fn kv_that_was_never_touched_is_no_release() {
             untouched: Bytes::ZERO,
             untouched_given: given - mib(freed),
             took: ms(1),
-        });
+        }));
         pooled(&mut rig);
         let shown =
             decided!(rig, Memory(MemoryDecision::Released(release)) if release.bytes == mib(freed));
@@ -450,7 +450,7 @@ fn what_an_engine_holds_and_has_not_touched_is_neither_used_nor_a_peak() {
     rig.tell(Event::EngineInspected { shape: shape() });
     rig.sample(0);
     let (revision, in_force) = rig.plan_asked().unwrap();
-    rig.wait(10).tell(Event::EngineApplied {
+    rig.wait(10).tell(Event::EngineApplied(EngineApplied {
         revision,
         in_force,
         freed: Bytes::ZERO,
@@ -458,7 +458,7 @@ fn what_an_engine_holds_and_has_not_touched_is_neither_used_nor_a_peak() {
         untouched: mib(30),
         untouched_given: Bytes::ZERO,
         took: Duration::from_millis(3),
-    });
+    }));
     rig.wait(1).measure("llm", 132);
     let snapshot = rig.snapshot();
     let peak = snapshot.peaks.of("llm", Some(&shape().name));

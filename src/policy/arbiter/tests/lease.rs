@@ -53,12 +53,12 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
         } else if thorough.next_deadline().is_some_and(|at| at <= now) {
             Event::DeadlineReached
         } else {
-            Event::LeaseRenewed {
+            Event::LeaseRenewed(LeaseCall {
                 ticket: Ticket(10_000 + step),
                 lease: a.id,
                 generation: a.generation,
                 peer: peer(1000),
-            }
+            })
         };
         thorough.idle_until = None;
         let actions = rig.arbiter.handle(now, event.clone());
@@ -352,12 +352,12 @@ fn no_user_acts_on_the_lease_of_another() {
     let a = rig.granted();
     let mut release = |uid, generation| {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased {
+        rig.tell(Event::LeaseReleased(LeaseCall {
             ticket,
             lease: a.id,
             generation,
             peer: peer(uid),
-        });
+        }));
         rig.denial()
     };
     let denial = release(1001, a.generation);

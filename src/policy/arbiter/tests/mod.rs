@@ -37,7 +37,10 @@ use crate::{
     denial::{Denial, Problem},
     engine_control::KvUse,
     engine_failure::Cure,
-    event::{Action, Answer, Done, Event, WorkerCommand},
+    event::{
+        Action, Answer, CapacityWanted, Done, EngineApplied, Event, LeaseCall, LeaseResize,
+        TargetAnswered, WorkerCommand, WorkerResize, WorkerResized,
+    },
     kv_type::KvType,
     lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
     params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
@@ -252,11 +255,13 @@ impl Rig {
     }
 
     pub(super) fn renew(&mut self, lease: &LeaseView) {
-        self.call(|ticket| Event::LeaseRenewed {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation,
-            peer: peer(1000),
+        self.call(|ticket| {
+            Event::LeaseRenewed(LeaseCall {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer: peer(1000),
+            })
         });
     }
 
@@ -295,23 +300,23 @@ impl Rig {
 
     pub(super) fn wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted {
+        self.tell(Event::CapacityWanted(CapacityWanted {
             needed,
             wanted,
             client: None,
             is_running: false,
-        });
+        }));
     }
 
     /// The answer that is being written comes to the end of its room.
     pub(super) fn answer_wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted {
+        self.tell(Event::CapacityWanted(CapacityWanted {
             needed,
             wanted,
             client: None,
             is_running: true,
-        });
+        }));
     }
 
     pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
@@ -444,7 +449,7 @@ impl Rig {
         freed: Bytes,
         used: Bytes,
     ) {
-        self.tell(Event::EngineApplied {
+        self.tell(Event::EngineApplied(EngineApplied {
             revision,
             in_force,
             freed,
@@ -452,7 +457,7 @@ impl Rig {
             untouched: Bytes::ZERO,
             untouched_given: Bytes::ZERO,
             took: ms(5),
-        });
+        }));
     }
 
     pub(super) fn snapshot(&self) -> Snapshot {

@@ -122,12 +122,12 @@ fn resized_to(rig: &Rig) -> Option<String> {
 }
 
 fn resizes(rig: &mut Rig, variant: &str, used_mib: u64) {
-    rig.wait(10).tell(Event::WorkerResized {
+    rig.wait(10).tell(Event::WorkerResized(WorkerResized {
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         used: Some(mib(used_mib)),
         error: None,
-    });
+    }));
 }
 
 #[test]
@@ -152,12 +152,12 @@ fn a_worker_without_work_takes_its_smallest_variant_and_leaves_it_with_the_next_
 fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() {
     let mut rig = with_ready(in_two_sizes(), 100);
     rig.pass(10_000);
-    rig.wait(10).tell(Event::WorkerResized {
+    rig.wait(10).tell(Event::WorkerResized(WorkerResized {
         worker: "asr".to_owned(),
         variant: "open".to_owned(),
         used: Some(mib(100)),
         error: Some("no grammar".to_owned()),
-    });
+    }));
     rig.pass(60_000);
     assert_eq!(resized_to(&rig), None);
     rig.busy("asr", 1);

@@ -83,21 +83,21 @@ fn a_holder_that_is_gone_is_credited_at_once() {
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
-    Event::TargetAnswered {
+    Event::TargetAnswered(TargetAnswered {
         lease,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: None,
-    }
+    })
 }
 
 fn claims(lease: LeaseId, nonce: u64, bytes: Bytes) -> Event {
-    Event::TargetAnswered {
+    Event::TargetAnswered(TargetAnswered {
         lease,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: Some(bytes),
-    }
+    })
 }
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
@@ -387,12 +387,12 @@ fn a_holder_that_answered_and_is_never_read_is_ended_as_unmeasurable() {
 #[test]
 fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
     let (mut rig, lease, nonce) = revoked();
-    rig.wait(20).tell(Event::TargetAnswered {
+    rig.wait(20).tell(Event::TargetAnswered(TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Deferred { overage: mib(100) },
         claimed: None,
-    });
+    }));
     rig.wait(5).measure("batch", 300);
     let deadline = rig.target_of(&lease).deadline;
     rig.now = deadline + ms(199);
@@ -406,12 +406,12 @@ fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
 #[test]
 fn an_answer_to_another_target_is_stale() {
     let (mut rig, lease, nonce) = revoked();
-    rig.tell(Event::TargetAnswered {
+    rig.tell(Event::TargetAnswered(TargetAnswered {
         lease: lease.id,
         nonce: nonce + 7,
         answer: TargetAnswer::Applied,
         claimed: None,
-    });
+    }));
     assert_eq!(rig.ignored(), Some(Some(nonce)));
 }
 
@@ -437,7 +437,7 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
 impl Rig {
     pub(super) fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
         let ticket = self.ticket();
-        self.tell(Event::LeaseResizeRequested {
+        self.tell(Event::LeaseResizeRequested(LeaseResize {
             ticket,
             lease: lease.id,
             generation: lease.generation,
@@ -445,7 +445,7 @@ impl Rig {
             min: mib(min),
             max: mib(max),
             wait: ms(wait_ms),
-        });
+        }));
         ticket
     }
 
@@ -455,12 +455,12 @@ impl Rig {
 
     pub(super) fn releases(&mut self, lease: &LeaseView, peer: Peer) {
         let ticket = self.ticket();
-        self.tell(Event::LeaseReleased {
+        self.tell(Event::LeaseReleased(LeaseCall {
             ticket,
             lease: lease.id,
             generation: lease.generation,
             peer,
-        });
+        }));
     }
 
     pub(super) fn target_of(&self, lease: &LeaseView) -> crate::lease::Target {
@@ -607,12 +607,12 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
         rig.wait(10).measure("batch", 300);
         let step = |rig: &mut Rig, wish: u64| {
             rig.pass(500);
-            let kept = Event::LeaseRenewed {
+            let kept = Event::LeaseRenewed(LeaseCall {
                 ticket: rig.ticket(),
                 lease: lease.id,
                 generation: lease.generation,
                 peer: peer(1000),
-            };
+            });
             rig.tell(kept);
             rig.resize(&lease, 100, wish, 0);
             rig.measure("batch", 300);

@@ -128,12 +128,12 @@ fn shorter_times_serve_what_has_become_due() {
         let mut rig = Rig::with_engine_ready(slow.clone());
         rig.request("camera", Class::Interactive, 100, 100, 9000);
         let lease = rig.granted();
-        rig.tell(Event::LeaseReleased {
+        rig.tell(Event::LeaseReleased(LeaseCall {
             ticket: Ticket(77),
             lease: lease.id,
             generation: lease.generation,
             peer: peer(1000),
-        });
+        }));
         rig.tell(Event::OperatorShed {
             ticket: Ticket(78),
             bytes: mib(20),

@@ -160,21 +160,21 @@ fn no_room() -> Rig {
 
 fn ask_variant(rig: &mut Rig, variant: &str, wait_ms: u64) {
     let ticket = rig.ticket();
-    rig.tell(Event::WorkerResizeRequested {
+    rig.tell(Event::WorkerResizeRequested(WorkerResize {
         ticket,
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         wait: ms(wait_ms),
-    });
+    }));
 }
 
 fn resized(rig: &mut Rig, variant: &str, used_mib: u64, error: Option<&str>) {
-    rig.wait(10).tell(Event::WorkerResized {
+    rig.wait(10).tell(Event::WorkerResized(WorkerResized {
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         used: Some(mib(used_mib)),
         error: error.map(str::to_owned),
-    });
+    }));
 }
 
 #[test]
