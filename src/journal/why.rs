@@ -4,8 +4,8 @@ use super::{Content, JournalEntry, Rebuilt};
 use cotenant_policy::{
     arbiter::Arbiter,
     decision::{Decision, LeaseDecision},
-    event::{Action, EngineApplied, Event, LeaseCall, LeaseResize, WorkerResize, WorkerResized},
-    lease::{LeaseId, Ticket},
+    event::{Action, EngineApplied, Event, WorkerResized},
+    lease::LeaseId,
     residency::EnginePlan,
     snapshot::Snapshot,
 };
@@ -275,7 +275,7 @@ pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<Journ
     let Content::Event(happened) = &event.content else {
         return None;
     };
-    let ticket = ticket_of(happened)?;
+    let ticket = happened.ticket()?;
     entries
         .iter()
         .filter(|entry| entry.boot_id == event.boot_id && entry.sequence > event.sequence)
@@ -283,27 +283,13 @@ pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<Journ
         .cloned()
 }
 
-const fn ticket_of(event: &Event) -> Option<Ticket> {
-    match event {
-        Event::LeaseRequested { ticket, .. }
-        | Event::LeaseRenewed(LeaseCall { ticket, .. })
-        | Event::LeaseResizeRequested(LeaseResize { ticket, .. })
-        | Event::LeaseReleased(LeaseCall { ticket, .. })
-        | Event::WorkerResizeRequested(WorkerResize { ticket, .. })
-        | Event::OperatorShed { ticket, .. }
-        | Event::OperatorRegrow { ticket }
-        | Event::OperatorKvType { ticket, .. }
-        | Event::OperatorWorker { ticket, .. } => Some(*ticket),
-        _ => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cotenant_policy::event::TargetAnswered;
+
     use cotenant_policy::{
-        lease::{Class, LeaseRequest, Peer},
+        event::TargetAnswered,
+        lease::{Class, LeaseRequest, Peer, Ticket},
         params::{Params, Scope},
         pressure::{MemoryReading, Sample},
     };

@@ -44,8 +44,9 @@ use self::context::{Context, Machine, Record};
 use crate::{
     book::Book,
     decision::MemoryDecision,
+    denial::Denial,
     engine_control::KvUse,
-    event::{Action, Event, LeaseCall},
+    event::{Action, Event},
     lease_table::LeaseTable,
     params::{ENGINE_TENANT, Params, ParamsError, Scope},
     pressure::Sample,
@@ -115,13 +116,12 @@ impl Arbiter {
             record: &mut self.record,
             out: Vec::new(),
         };
-        if let Event::LeaseRenewed(LeaseCall { lease, .. }) = event
+        if matches!(event, Event::LeaseRenewed(_))
             && self.idle_until.is_some_and(|until| cx.now < until)
         {
             // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
             // hundreds of tenants that is most of what there is to do.
             take(&mut cx, event);
-            invariants::assert_lasts(cx.state, lease);
             return cx.out;
         }
         serve_deadlines(&mut cx);
@@ -200,6 +200,13 @@ fn serve_deadlines(cx: &mut Context<'_>) {
 }
 
 fn take(cx: &mut Context<'_>, event: Event) {
+    let ticket = event.ticket();
+    if let (Err(denial), Some(ticket)) = (route(cx, event), ticket) {
+        cx.deny(ticket, denial);
+    }
+}
+
+fn route(cx: &mut Context<'_>, event: Event) -> Result<(), Denial> {
     match event {
         Event::Sampled(sample) => take_sample(cx, sample),
         Event::Measured {
@@ -208,18 +215,12 @@ fn take(cx: &mut Context<'_>, event: Event) {
             taken_at,
         } => take_measurement(cx, &tenant, used, taken_at),
         Event::LeaseRequested { ticket, request } => {
-            cx.attempt(ticket, |cx| requests::take_request(cx, ticket, request));
+            return requests::take_request(cx, ticket, request);
         }
         Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
-        Event::LeaseRenewed(call) => {
-            cx.attempt(call.ticket, |cx| requests::take_renewal(cx, &call));
-        }
-        Event::LeaseResizeRequested(call) => {
-            cx.attempt(call.ticket, |cx| requests::take_resize(cx, &call));
-        }
-        Event::LeaseReleased(call) => {
-            cx.attempt(call.ticket, |cx| requests::take_release(cx, &call));
-        }
+        Event::LeaseRenewed(call) => return requests::take_renewal(cx, &call),
+        Event::LeaseResizeRequested(call) => return requests::take_resize(cx, &call),
+        Event::LeaseReleased(call) => return requests::take_release(cx, &call),
         Event::TargetAnswered(answer) => {
             cx.with_leases(|leases, turn| leases.answer_target(&answer, turn));
         }
@@ -278,9 +279,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
             worker_events::take_activity(cx, &worker, requests);
         }
         Event::WorkerWanted { worker, .. } => worker_events::take_wanted(cx, &worker),
-        Event::WorkerResizeRequested(call) => {
-            cx.attempt(call.ticket, |cx| worker_events::take_resize(cx, call));
-        }
+        Event::WorkerResizeRequested(call) => return worker_events::take_resize(cx, call),
         Event::WorkerResized(resized) => worker_events::take_resized(cx, &resized),
         Event::WorkerUnresponsive {
             worker,
@@ -291,21 +290,19 @@ fn take(cx: &mut Context<'_>, event: Event) {
         }
         Event::CapacityWanted(want) => growth_orders::take_capacity_wanted(cx, &want),
         Event::OperatorShed { ticket, bytes } => {
-            cx.attempt(ticket, |cx| operator::take_shed(cx, ticket, bytes));
+            return operator::take_shed(cx, ticket, bytes);
         }
         Event::OperatorRegrow { ticket } => {
-            cx.attempt(ticket, |cx| operator::take_regrow(cx, ticket));
+            return operator::take_regrow(cx, ticket);
         }
         Event::OperatorKvType { ticket, kv_type } => {
-            cx.attempt(ticket, |cx| operator::take_kv_type(cx, ticket, kv_type));
+            return operator::take_kv_type(cx, ticket, kv_type);
         }
         Event::OperatorWorker {
             ticket,
             worker,
             command,
-        } => cx.attempt(ticket, |cx| {
-            worker_events::take_command(cx, ticket, &worker, command)
-        }),
+        } => return worker_events::take_command(cx, ticket, &worker, command),
         Event::Recovered { book, adopted } => restore::take_recovered(cx, book, &adopted),
         Event::DrainRequested => operator::take_drain(cx),
         Event::DrainCancelled => operator::take_drain_cancelled(cx),
@@ -315,9 +312,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
             params,
             changes,
         } => {
-            cx.attempt(ticket, |cx| {
-                operator::take_reconfigured(cx, ticket, *params, changes)
-            });
+            operator::take_reconfigured(cx, ticket, *params, changes)?;
             // By shorter settings some may be over already.
             serve_deadlines(cx);
         }
@@ -327,6 +322,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
         }
         Event::BookLost { .. } | Event::ReloadRefused { .. } | Event::DeadlineReached => {}
     }
+    Ok(())
 }
 
 fn follow_up(cx: &mut Context<'_>) {
@@ -415,7 +411,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
         learn::from_engine(cx);
         engine_orders::settle(cx);
     } else {
-        let is_worker = cx.workers.contains(tenant);
+        let is_worker = cx.workers.contains_key(tenant);
         if is_worker && !worker_orders::settle_notified(cx, tenant, used, taken_at) {
             worker_events::settle(cx, tenant);
         }

@@ -231,6 +231,27 @@ pub enum Event {
     DeadlineReached,
 }
 
+impl Event {
+    /// The ticket of a call that gets an answer, with this event or later.
+    #[must_use]
+    pub const fn ticket(&self) -> Option<Ticket> {
+        match self {
+            Self::LeaseRequested { ticket, .. }
+            | Self::LeaseRenewed(LeaseCall { ticket, .. })
+            | Self::LeaseResizeRequested(LeaseResize { ticket, .. })
+            | Self::LeaseReleased(LeaseCall { ticket, .. })
+            | Self::WorkerResizeRequested(WorkerResize { ticket, .. })
+            | Self::OperatorShed { ticket, .. }
+            | Self::OperatorRegrow { ticket }
+            | Self::OperatorKvType { ticket, .. }
+            | Self::OperatorWorker { ticket, .. }
+            | Self::OperatorLoad { ticket }
+            | Self::Reconfigured { ticket, .. } => Some(*ticket),
+            _ => None,
+        }
+    }
+}
+
 /// The call of a holder about its lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseCall {

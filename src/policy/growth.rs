@@ -22,6 +22,7 @@ use super::{
     residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
     shedding::Source,
     state::State,
+    worker_control::first_are_up,
 };
 use cotenant_units::{Bytes, Tokens};
 
@@ -237,7 +238,7 @@ pub(super) enum Load {
 ///
 /// It is loaded as soon as its floor fits beside what workers come back to, and before those that come after it.
 pub(super) fn load(state: &State) -> Option<Load> {
-    let workers_are_up = state.workers.first_are_up(state.now) && state.taken_over_are_measured();
+    let workers_are_up = first_are_up(&state.workers, state.now) && state.taken_over_are_measured();
     if state.draining || !workers_are_up || !state.engine.waits_to_load(state.now) {
         return None;
     }

@@ -21,6 +21,7 @@ use super::{
     shedding::{Chosen, Source, Spared},
     state::State,
     worker::Worker,
+    worker_control::is_any_stopping,
 };
 use cotenant_units::Bytes;
 
@@ -260,7 +261,7 @@ impl State {
                 let bytes = held.saturating_sub(params.steady_of(Some(smaller)));
                 (Source::WorkerVariant { worker, variant }, bytes)
             }
-            None if self.workers.is_any_stopping() => return Ok(Vec::new()),
+            None if is_any_stopping(&self.workers) => return Ok(Vec::new()),
             None => (Source::WorkerStop { worker: name }, held),
         };
         Ok(vec![self.worker_offer(worker, source, bytes)])

@@ -335,15 +335,8 @@ impl LeaseTable {
 
     /// A lease that is past its time without having been ended, if there is one.
     pub(super) fn past_its_time(&self, now: Timestamp) -> Option<LeaseName> {
-        let past = self.iter().find(|(_, lease)| {
-            let is_set = |deadline: Timestamp| deadline > Timestamp::START;
-            let expected = match &lease.phase {
-                Phase::Granted | Phase::Residual { .. } => true,
-                Phase::Revoking(revocation) => is_set(revocation.target.deadline),
-                Phase::Ending { deadline, .. } => is_set(*deadline),
-            };
-            !expected || lease.expires_at.is_some_and(|at| at <= now)
-        });
+        let is_past = |lease: &Lease| lease.expires_at.is_some_and(|at| at <= now);
+        let past = self.iter().find(|(_, lease)| is_past(lease));
         past.map(|(id, _)| self.name_of(id))
     }
 }

@@ -8,10 +8,7 @@
 //! sample is not looked for in that sample, and a holder whose measurement is older than its booking, or too old, is
 //! taken to use what it holds. Unknown is not zero, and not plenty.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -355,17 +352,10 @@ impl Ledger {
         self.held() <= self.ceiling.unwrap_or(self.budget)
     }
 
-    /// A lease that is in this book and not among `leases`, or the reverse.
+    /// Whether it has entries for these leases, in the order of their numbers, and for no other.
     #[must_use]
-    pub fn differs_from<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> Option<LeaseId> {
-        let others: Vec<LeaseId> = leases.copied().collect();
-        // Every call of the arbiter asks, and nearly always they are the same, in the same order.
-        if others.iter().eq(self.entries.keys()) {
-            return None;
-        }
-        let others: BTreeSet<LeaseId> = others.into_iter().collect();
-        let mine: BTreeSet<LeaseId> = self.entries.keys().copied().collect();
-        mine.symmetric_difference(&others).next().copied()
+    pub fn has_all<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> bool {
+        leases.eq(self.entries.keys())
     }
 
     fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {

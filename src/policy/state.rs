@@ -18,7 +18,7 @@ use super::{
     peaks::{LearnedPeak, Peaks},
     pressure::{Pressure, PressureLevel},
     worker::Worker,
-    worker_control::WorkerControl,
+    worker_control::Workers,
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -32,7 +32,7 @@ pub(super) struct State {
     pub(super) leases: LeaseTable,
     pub(super) queue: Admission,
     pub(super) engine: EngineControl,
-    pub(super) workers: WorkerControl,
+    pub(super) workers: Workers,
     /// Learned peaks of holders, from earlier runs and this one.
     #[serde(default)]
     pub(super) peaks: Peaks,
@@ -51,6 +51,8 @@ impl State {
         for worker in &params.workers {
             peaks.forget_other_models(&worker.name, worker.model.as_deref());
         }
+        let workers = params.workers.iter();
+        let workers = workers.map(|worker| (worker.name.clone(), Worker::new(worker)));
         Ok(Self {
             now: Timestamp::START,
             ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
@@ -58,7 +60,7 @@ impl State {
             leases: LeaseTable::default(),
             queue: Admission::default(),
             engine: EngineControl::new(params.engine.as_ref()),
-            workers: WorkerControl::new(&params.workers),
+            workers: workers.collect(),
             peaks,
             draining: false,
             dwell: Dwell::new(params.pressure.dwell, params.pressure.dwell_by_growth),
@@ -105,11 +107,7 @@ impl State {
             .set_budget(params.budget.bytes(), params.budget.reserve);
         self.params = params;
         self.renew_dwell();
-        let names: Vec<String> = self
-            .workers
-            .values()
-            .map(|worker| worker.params.name.clone())
-            .collect();
+        let names: Vec<String> = self.workers.keys().cloned().collect();
         for name in names {
             self.renew_worker(&name);
         }

@@ -89,17 +89,6 @@ impl Context<'_> {
         );
     }
 
-    /// Does what is asked by a ticket, or denies it.
-    pub(super) fn attempt(
-        &mut self,
-        ticket: Ticket,
-        take: impl FnOnce(&mut Self) -> Result<(), Denial>,
-    ) {
-        if let Err(denial) = take(self) {
-            self.deny(ticket, denial);
-        }
-    }
-
     pub(super) fn deny_all(&mut self, tickets: Vec<Ticket>, denial: &Denial) {
         for ticket in tickets {
             self.deny(ticket, denial.clone());

@@ -9,6 +9,7 @@ use crate::{
     reason::StopReason,
     reclaim::{self, Reclaim, Relief},
     shedding::{Chosen, Source},
+    worker_control::is_any_stopping,
 };
 
 /// Asks back what is held beyond a budget that was lowered, one round for each settle time.
@@ -94,7 +95,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
                 worker_orders::change(cx, &worker, variant, Vec::new(), cause);
                 asked = true;
             }
-            Source::WorkerStop { worker } if !cx.workers.is_any_stopping() => {
+            Source::WorkerStop { worker } if !is_any_stopping(&cx.workers) => {
                 let (held, reclaim) = (bytes, reason.clone());
                 let reason = StopReason::Reclaim { held, reclaim };
                 worker_orders::stop(cx, &worker, reason);

@@ -134,50 +134,35 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
         }
     }
     let ours = tenant == ENGINE_TENANT
-        || (state.workers.contains(tenant) && !state.asks_for_itself(tenant));
-    let problem = if tenant.is_empty() || tenant.chars().any(char::is_control) {
-        Some(Problem::Unprintable)
+        || (state.workers.contains_key(tenant) && !state.asks_for_itself(tenant));
+    let refused =
+        |field, value: &dyn ToString, problem| Err(Denial::invalid(tenant, field, value, problem));
+    if tenant.is_empty() || tenant.chars().any(char::is_control) {
+        return refused("tenant", tenant, Problem::Unprintable);
     } else if ours {
-        Some(Problem::OwnHolder)
+        return refused("tenant", tenant, Problem::OwnHolder);
     } else if tenant.contains(OF_PROCESS) || tenant.contains(OF_USER) {
         let marks = (OF_PROCESS.to_owned(), OF_USER.to_owned());
-        Some(Problem::Marked { marks })
-    } else {
-        None
-    };
-    if let Some(problem) = problem {
-        return Err(Denial::invalid(tenant, "tenant", tenant, problem));
+        return refused("tenant", tenant, Problem::Marked { marks });
     }
     check_sizes(state, tenant, request.min, request.max)?;
-    let time = |field, value, problem| {
-        Err(Denial::invalid(
-            tenant,
-            field,
-            &TimeSpan(value).to_string(),
-            problem,
-        ))
-    };
     let (least, most, limit) = (limits.term_min, limits.term_max, limits.wait_max);
-    if request.term < least || request.term > most {
-        return time("term", request.term, Problem::NotBetween { least, most });
-    }
-    if request.wait > limit {
-        return time("wait", request.wait, Problem::AboveLimit { limit });
+    let (term, wait) = (request.term, request.wait);
+    if !(least..=most).contains(&term) {
+        return refused("term", &TimeSpan(term), Problem::NotBetween { least, most });
+    } else if wait > limit {
+        return refused("wait", &TimeSpan(wait), Problem::AboveLimit { limit });
     }
     state.not_draining(tenant, request.min)
 }
 
 fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<(), Denial> {
     let budget = state.ledger.budget();
+    let refused = |field, value, problem| Err(Denial::invalid(tenant, field, value, problem));
     if min == Bytes::ZERO {
-        Err(Denial::invalid(tenant, "min", &min, Problem::Zero))
+        refused("min", &min, Problem::Zero)
     } else if max < min {
-        Err(Denial::invalid(
-            tenant,
-            "max",
-            &max,
-            Problem::BelowMin { min },
-        ))
+        refused("max", &max, Problem::BelowMin { min })
     } else if min > budget {
         Err(Denial::ExceedsBudget {
             tenant: tenant.to_owned(),

@@ -37,13 +37,11 @@ pub(super) fn book(state: &State) -> Book {
     };
     let (mut leases, mut ended) = (Vec::new(), Vec::new());
     for (id, lease) in state.leases.iter() {
-        match lease.phase {
-            Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
-            Phase::Ending {
-                unacknowledged: Some(_),
-                ..
-            } => ended.extend(booked(id, lease)),
-            Phase::Ending { .. } | Phase::Residual { .. } => {}
+        let unacknowledged = matches!(&lease.phase, Phase::Ending { unacknowledged, .. } if unacknowledged.is_some());
+        if unacknowledged {
+            ended.extend(booked(id, lease));
+        } else if !lease.is_ending() {
+            leases.extend(booked(id, lease));
         }
     }
     let workers = state.workers.values();
@@ -147,7 +145,7 @@ fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
     let (id, held, request) = (booked.id, booked.held, booked.request);
     let limits = cx.params.lease;
     let tenant = request.tenant.clone();
-    if cx.workers.contains(&tenant) {
+    if cx.workers.contains_key(&tenant) {
         let lease = LeaseName { id, tenant };
         return cx.decide(LeaseDecision::NameTaken { lease });
     }

@@ -167,7 +167,7 @@ fn grant_lease(
 ) {
     let (min, bytes) = (request.min, request.max.min(available));
     // A worker that asks for itself is measured as the worker.
-    let holder = if cx.workers.contains(&request.tenant) {
+    let holder = if cx.workers.contains_key(&request.tenant) {
         request.tenant.clone()
     } else {
         cx.leases.holder_for(&request)

@@ -13,13 +13,13 @@ use super::{
     worker_orders::{self, invalid},
 };
 use crate::{
-    admission::{Admission, Want, WantKind},
+    admission::{Want, WantKind},
     death::{DeathCertificate, DeathClass},
     decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
     denial::{Denial, Problem},
     event::{Action, Done, WorkerCommand, WorkerDone, WorkerResize, WorkerResized},
-    lease::{Class, LeaseId, Ticket},
-    lease_table::{Lease, LeaseTable},
+    lease::{Class, Ticket},
+    lease_table::Lease,
     params::VERIFY_PER_MILLE,
     pressure_level::PressureLevel,
     reason::{ReclaimReason, StopReason},
@@ -27,6 +27,7 @@ use crate::{
     snapshot::WorkerState,
     state::State,
     worker::{AfterExit, Commanded, Resizing, RestStep, Worker},
+    worker_control::next_to_start,
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -351,56 +352,60 @@ pub(super) fn take_resized(cx: &mut Context<'_>, resized: &WorkerResized) {
 }
 
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
-    while let Some((name, due)) = cx.state.workers.take_due(cx.state.now) {
-        match due {
-            None => worker_orders::want(cx, &name),
-            Some(reason @ StopReason::NotStopped) => {
-                let worker = name;
-                cx.out.push(Action::StopWorker { worker, reason });
+    let names: Vec<String> = cx.workers.keys().cloned().collect();
+    for name in names {
+        let now = cx.now;
+        while let Some(due) = cx.workers.get_mut(&name).and_then(|it| it.take_due(now)) {
+            match due {
+                None => worker_orders::want(cx, &name),
+                Some(reason @ StopReason::NotStopped) => {
+                    let worker = name.clone();
+                    cx.out.push(Action::StopWorker { worker, reason });
+                }
+                Some(reason) => worker_orders::stop(cx, &name, reason),
             }
-            Some(reason) => worker_orders::stop(cx, &name, reason),
         }
     }
 }
 
 /// Serves what time and work have brought to workers that are ready. To be called last, when all else is decided.
 pub(super) fn serve_rests(cx: &mut Context<'_>) {
-    let mut last: Option<String> = None;
-    loop {
-        let state = &mut *cx.state;
-        let may_rest = may_rest(state.draining, &state.queue, &state.leases);
-        let step = state
+    let names: Vec<String> = cx.workers.keys().cloned().collect();
+    for name in names {
+        let now = cx.now;
+        let may_rest = cx
             .workers
-            .take_rest(last.as_deref(), may_rest, state.now);
-        let Some((name, step)) = step else { return };
-        match step {
-            RestStep::Stop(reason) => worker_orders::stop(cx, &name, reason),
-            RestStep::Shrink { variant, idle } => {
+            .get(&name)
+            .is_some_and(|it| may_rest(cx.state, it));
+        let worker = cx.workers.get_mut(&name);
+        match worker.and_then(|worker| worker.take_rest(may_rest, now)) {
+            Some(RestStep::Stop(reason)) => worker_orders::stop(cx, &name, reason),
+            Some(RestStep::Shrink { variant, idle }) => {
                 worker_orders::change(cx, &name, variant, Vec::new(), ChangeCause::Idle { idle });
             }
-            RestStep::Grow { variant } => {
+            Some(RestStep::Grow { variant }) => {
                 worker_orders::queue_variant(cx, &name, variant);
                 serve::serve_queue(cx);
             }
+            None => {}
         }
-        last = Some(name);
     }
 }
 
-/// Whether the worker of a lease may rest: it neither waits to become larger nor comes down.
-fn may_rest(draining: bool, queue: &Admission, leases: &LeaseTable) -> impl Fn(LeaseId) -> bool {
-    move |id| {
-        let comes_down = leases.get(id).and_then(Lease::revocation).is_some();
-        !draining && !comes_down && !queue.waits_for(id)
-    }
+/// Whether a worker that runs may rest: it neither waits to become larger nor comes down.
+fn may_rest(state: &State, worker: &Worker) -> bool {
+    worker.lease().is_some_and(|id| {
+        let comes_down = state.leases.get(id).and_then(Lease::revocation).is_some();
+        !state.draining && !comes_down && !state.queue.waits_for(id)
+    })
 }
 
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
-    let may_rest = may_rest(state.draining, &state.queue, &state.leases);
-    let workers = state.workers.next_deadline(may_rest, state.now);
-    [workers, state.engine.holds_workers_until(state.now)]
-        .into_iter()
-        .flatten()
+    let workers = state.workers.values();
+    let workers =
+        workers.filter_map(|worker| worker.next_deadline(may_rest(state, worker), state.now));
+    workers
+        .chain(state.engine.holds_workers_until(state.now))
         .min()
 }
 
@@ -409,9 +414,8 @@ pub(super) fn start_in_order(cx: &mut Context<'_>) {
     if cx.draining {
         return;
     }
-    let next = cx
-        .workers
-        .next_to_start(cx.engine.holds_workers_until(cx.now).is_none(), cx.now);
+    let engine_is_up = cx.engine.holds_workers_until(cx.now).is_none();
+    let next = next_to_start(&cx.workers, engine_is_up, cx.now);
     if let Some(name) = next.map(str::to_owned) {
         worker_orders::want(cx, &name);
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use cotenant::policy::{
-    event::{Action, Event, LeaseCall, LeaseResize, WorkerResize},
+    event::{Action, Event},
     lease::Ticket,
 };
 
@@ -39,18 +39,10 @@ impl Checker for Tickets {
                     *state = State::Cancelled;
                 }
             }
-            Event::LeaseRequested { ticket, .. }
-            | Event::LeaseRenewed(LeaseCall { ticket, .. })
-            | Event::LeaseResizeRequested(LeaseResize { ticket, .. })
-            | Event::LeaseReleased(LeaseCall { ticket, .. })
-            | Event::WorkerResizeRequested(WorkerResize { ticket, .. })
-            | Event::OperatorShed { ticket, .. }
-            | Event::OperatorRegrow { ticket }
-            | Event::OperatorKvType { ticket, .. }
-            | Event::OperatorWorker { ticket, .. } => {
-                self.0.insert(*ticket, State::Open);
+            event => {
+                let opened = event.ticket().map(|ticket| (ticket, State::Open));
+                self.0.extend(opened);
             }
-            _ => {}
         }
         for action in step.actions {
             if let Action::Answer { ticket, .. } = action {
