@@ -17,7 +17,7 @@ use super::{
     plan::{Giving, Less, Shrink},
     price,
     reason::{Share, SpareReason},
-    residency::{EnginePlan, PlanLimits},
+    residency::EnginePlan,
     shedding::{Chosen, Source, Spared},
     state::State,
     worker::Worker,
@@ -108,10 +108,7 @@ impl State {
 
     /// What the engine could give: weights and KV, whose prices add up.
     pub(super) fn engine_offers(&self, purpose: Purpose) -> Vec<Offer> {
-        let Some(limits) = self.engine.limits() else {
-            return Vec::new();
-        };
-        let Some(shrink) = self.engine_shrink(&limits, purpose) else {
+        let Some(shrink) = self.engine_shrink(purpose) else {
             return Vec::new();
         };
         let offer = |source, less: Vec<Less>, unit| Offer {
@@ -125,10 +122,8 @@ impl State {
                 .collect(),
             unit,
         };
-        let block = self.engine.shape().map(|shape| {
-            let kind = shrink.from.kv_type;
-            shape.kv.blocks_bytes(1, kind)
-        });
+        let shape = self.engine.shape();
+        let block = shape.map(|shape| shape.kv.blocks_bytes(1, shrink.from.kv_type));
         let offers = [
             offer(Source::UnusedKv, shrink.kv(), block.unwrap_or_default()),
             offer(Source::Layers, shrink.weights(), Bytes::ZERO),
@@ -140,23 +135,17 @@ impl State {
     }
 
     /// Smaller plans of the engine, where it can shed.
-    fn engine_shrink<'a>(&'a self, limits: &'a PlanLimits, purpose: Purpose) -> Option<Shrink<'a>> {
-        let (shape, goal) = (self.engine.shape()?, self.engine.goal()?);
+    fn engine_shrink(&self, purpose: Purpose) -> Option<Shrink<'_>> {
+        let engine = &self.engine;
+        let (shape, goal, limits) = (engine.shape()?, engine.goal()?, engine.limits()?);
         let giving = Giving {
             pay: purpose.pay(),
             droppable: self.engine.kv.droppable,
             chunk: self.engine.blocked.chunk.is_none(),
         };
-        let can_shed = self.engine.can_shed(self.now);
-        can_shed.then(|| {
-            Shrink::new(
-                shape,
-                limits,
-                goal,
-                self.engine.kv_contents(self.now),
-                giving,
-            )
-        })
+        let kv = engine.kv_contents(self.now);
+        let can_shed = engine.can_shed(self.now);
+        can_shed.then(|| Shrink::new(shape, &limits, goal, kv, giving))
     }
 
     /// The plan in which the engine gives the chosen bytes, with what it gives of each kind; and all that it could give,
@@ -166,9 +155,7 @@ impl State {
         bytes: Bytes,
         purpose: Purpose,
     ) -> (Option<EnginePlan>, Vec<Chosen>, Vec<Offer>) {
-        let limits = self.engine.limits();
-        let shrink = limits.as_ref();
-        let shrink = shrink.and_then(|limits| self.engine_shrink(limits, purpose));
+        let shrink = self.engine_shrink(purpose);
         let (Some(shape), Some(shrink)) = (self.engine.shape(), shrink) else {
             return (None, Vec::new(), Vec::new());
         };

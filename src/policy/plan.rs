@@ -206,7 +206,7 @@ impl ModelShape {
 #[derive(Debug)]
 struct Bounds<'a> {
     shape: &'a ModelShape,
-    limits: &'a PlanLimits,
+    limits: PlanLimits,
     /// Layers in the order in which they are given up.
     give_up: Vec<u32>,
     layers_min: usize,
@@ -217,7 +217,7 @@ struct Bounds<'a> {
 }
 
 impl<'a> Bounds<'a> {
-    fn new(shape: &'a ModelShape, limits: &'a PlanLimits) -> Self {
+    fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
         let block = shape.kv.block_tokens.get().max(1);
         let wanted = limits.kv_wanted.min(shape.context_max).get();
         let floor = limits.kv_floor.get().min(wanted).max(1);
@@ -225,7 +225,7 @@ impl<'a> Bounds<'a> {
         let give_up = evenly_spread(shape.layers.len());
         Self {
             shape,
-            limits,
+            limits: *limits,
             layers_min: shape.parts_of(limits.resident_min).min(give_up.len()),
             give_up,
             block,
@@ -266,7 +266,7 @@ impl<'a> Bounds<'a> {
 
     /// The last plan that fits into `bytes` on the path from `from` to all that there is; `None` if not even `from` does.
     fn climb(&self, from: &EnginePlan, bytes: Bytes, kv: &KvContents) -> Option<EnginePlan> {
-        let (shape, limits) = (self.shape, self.limits);
+        let (shape, limits) = (self.shape, &self.limits);
         let price = Price::new(shape, limits);
         let [least, middle, most] =
             KvType::ALL.map(|kind| from.kv_type.max(kind.min(limits.kv_type)));

@@ -53,7 +53,7 @@ impl Giving {
 impl<'a> Shrink<'a> {
     pub(crate) fn new(
         shape: &'a ModelShape,
-        limits: &'a PlanLimits,
+        limits: &PlanLimits,
         from: &'a EnginePlan,
         kv: KvContents,
         giving: Giving,
@@ -232,7 +232,7 @@ impl<'a> Shrink<'a> {
         }
         let idle = PlanLimits {
             kv_used: Tokens::ZERO,
-            ..*limits
+            ..limits
         };
         let floor = Bounds::new(bounds.shape, &idle).blocks_min;
         let oldest = self.giving.droppable.get() / bounds.block;
