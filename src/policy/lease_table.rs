@@ -215,12 +215,8 @@ impl LeaseTable {
         turn: &mut Turn<'_>,
     ) -> bool {
         let more = bytes.saturating_sub(from.map_or(Bytes::ZERO, |from| turn.ledger.held_by(from)));
-        let booked = if let Some(from) = from {
-            turn.ledger
-                .hand_over(from, id, &lease.holder, bytes, turn.now)
-        } else {
-            turn.ledger.book(id, &lease.holder, bytes, turn.now)
-        };
+        let part = (bytes, from);
+        let booked = turn.ledger.book(id, &lease.holder, part, turn.now);
         match booked {
             Ok(()) => {
                 turn.effects.push(Effect::Granted { more });

@@ -98,37 +98,29 @@ impl Ledger {
         self.ceiling = (held > self.budget).then_some(held.min(ceiling));
     }
 
-    /// Books a new lease.
+    /// Books a new lease, of which what is booked for `from` becomes a part.
     ///
     /// # Errors
-    /// If it is more than what is free; the book is unchanged.
+    /// If what it needs beyond that is more than what is free; the book is unchanged.
     pub fn book(
         &mut self,
         id: LeaseId,
         tenant: &str,
-        bytes: Bytes,
+        (bytes, from): (Bytes, Option<LeaseId>),
         now: Timestamp,
     ) -> Result<(), OverCommit> {
-        self.check_free(bytes)?;
-        self.book_unchecked(id, tenant, bytes, now);
-        Ok(())
-    }
-
-    /// Books bytes for a new lease of a holder that had others booked on its behalf: those become part of it.
-    ///
-    /// # Errors
-    /// If what it needs beyond them is more than what is free; the book is unchanged.
-    pub fn hand_over(
-        &mut self,
-        from: LeaseId,
-        to: LeaseId,
-        tenant: &str,
-        bytes: Bytes,
-        now: Timestamp,
-    ) -> Result<(), OverCommit> {
-        self.check_free(bytes.saturating_sub(self.held_by(from)))?;
-        self.lower(from, Bytes::ZERO);
-        self.book_unchecked(to, tenant, bytes, now);
+        let handed_over = from.map_or(Bytes::ZERO, |from| self.held_by(from));
+        self.check_free(bytes.saturating_sub(handed_over))?;
+        if let Some(entry) = from.and_then(|from| self.entries.get_mut(&from)) {
+            entry.held = Bytes::ZERO;
+        }
+        let entry = Entry {
+            tenant: tenant.to_owned(),
+            held: bytes,
+            booked_at: now,
+            moving: false,
+        };
+        self.entries.insert(id, entry);
         Ok(())
     }
 
@@ -358,18 +350,6 @@ impl Ledger {
         leases.eq(self.entries.keys())
     }
 
-    fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
-        self.entries.insert(
-            id,
-            Entry {
-                tenant: tenant.to_owned(),
-                held: bytes,
-                booked_at: now,
-                moving: false,
-            },
-        );
-    }
-
     fn check_free(&self, asked: Bytes) -> Result<(), OverCommit> {
         let free = self.free();
         if asked > free {
@@ -445,8 +425,8 @@ mod tests {
     #[test]
     fn more_than_what_is_free_is_refused_and_changes_nothing() {
         let mut ledger = Ledger::new(mib(8), mib(0));
-        ledger.book(A, "a", mib(6), at(0)).unwrap();
-        let error = ledger.book(B, "b", mib(6), at(0)).unwrap_err();
+        ledger.book(A, "a", (mib(6), None), at(0)).unwrap();
+        let error = ledger.book(B, "b", (mib(6), None), at(0)).unwrap_err();
         assert_eq!(error.to_string(), "cannot book 6 MiB: 2 MiB is free");
         assert_eq!(ledger.held(), mib(6));
     }
@@ -457,7 +437,7 @@ mod tests {
         ledger.observe_scope(mib(3), at(50));
         ledger.observe_scope(mib(3), at(100));
         assert_eq!(ledger.unused_reserve(), mib(0));
-        ledger.book(A, "a", mib(2), at(150)).unwrap();
+        ledger.book(A, "a", (mib(2), None), at(150)).unwrap();
         ledger.observe_scope(mib(3), at(200));
         assert_eq!(
             ledger.unused_reserve(),
@@ -489,8 +469,8 @@ mod tests {
     #[test]
     fn a_lease_that_follows_its_holder_changes_nothing_that_is_free_and_stays_within_the_budget() {
         let mut ledger = Ledger::new(mib(10), mib(0));
-        ledger.book(A, "a", mib(4), at(0)).unwrap();
-        ledger.book(B, "b", mib(2), at(0)).unwrap();
+        ledger.book(A, "a", (mib(4), None), at(0)).unwrap();
+        ledger.book(B, "b", (mib(2), None), at(0)).unwrap();
         ledger.measure("a", mib(7), at(10));
         assert_eq!((ledger.free(), ledger.excess()), (mib(1), mib(3)));
         assert_eq!(ledger.follow(A), mib(3));
