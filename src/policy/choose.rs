@@ -41,7 +41,6 @@ pub(super) struct Offer {
 
 impl Offer {
     /// Something that is given as a whole.
-    #[must_use]
     pub(super) fn whole(source: Source, class: Class, bytes: Bytes, price_us: u64) -> Self {
         Self {
             steps: vec![Step { bytes, price_us }],
@@ -52,7 +51,6 @@ impl Offer {
     }
 
     /// Something of which any number of units can be given, each at the same part of `price_us`.
-    #[must_use]
     pub(super) fn even(
         source: Source,
         class: Class,
@@ -81,14 +79,12 @@ impl Offer {
     }
 
     /// The most that it can give.
-    #[must_use]
     pub(super) fn bytes(&self) -> Bytes {
         self.steps.last().map_or(Bytes::ZERO, |step| step.bytes)
     }
 
     /// Orders by the weighed price of a byte, if everything is given: the cheaper one is shed first, the dearer one comes
     /// back first.
-    #[must_use]
     pub(super) fn by_price_of_a_byte(&self, other: &Self) -> Ordering {
         let most = |offer: &Self| {
             let step = offer.steps.last().copied();
@@ -126,7 +122,6 @@ pub(super) struct Choice {
 }
 
 /// Chooses the steps that give `need` back at the least cost; all of them, if all together are too little.
-#[must_use]
 pub(super) fn choose(offers: &[Offer], need: Bytes) -> Choice {
     choose_within(offers, need, SETS_MAX)
 }
@@ -200,7 +195,6 @@ fn least_cost(offers: &[Offer], need: Bytes) -> u128 {
 }
 
 /// The sum of what all offers can give.
-#[must_use]
 pub(super) fn reclaimable(offers: &[Offer]) -> Bytes {
     offers
         .iter()

@@ -15,7 +15,7 @@ use cotenant_units::Timestamp;
 
 /// When something may grow back after a shed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Dwell {
+pub(super) struct Dwell {
     /// The longest dwell before a back-off.
     span: Duration,
     /// The shortest dwell; equals `span` if `budget.dwell` is set.
@@ -37,34 +37,30 @@ pub struct Dwell {
 
 impl Dwell {
     /// Before anything was shed.
-    #[must_use]
-    pub fn new(span: Duration, by_growth: bool) -> Self {
+    pub(super) fn new(span: Duration, by_growth: bool) -> Self {
         let mut dwell = Self::default();
         dwell.set_span(span, by_growth);
         dwell
     }
 
     /// Waits for another time from now on.
-    pub const fn set_span(&mut self, span: Duration, by_growth: bool) {
+    pub(super) const fn set_span(&mut self, span: Duration, by_growth: bool) {
         self.span = span;
         self.least = if by_growth { LEAST } else { span };
     }
 
     /// The dwell without a back-off.
-    #[must_use]
-    pub fn base(&self) -> Duration {
+    pub(super) fn base(&self) -> Duration {
         self.for_engine(self.span)
     }
 
     /// The rest of the dwell; `None` when something may grow.
-    #[must_use]
-    pub fn left(&self, now: Timestamp) -> Option<Duration> {
+    pub(super) fn left(&self, now: Timestamp) -> Option<Duration> {
         self.left_of(self.for_engine(self.backed_off(self.span)), now)
     }
 
     /// The rest of the dwell of workers, whose starts cost their users more than their time; `None` when one may come back.
-    #[must_use]
-    pub fn left_for_workers(&self, now: Timestamp) -> Option<Duration> {
+    pub(super) fn left_for_workers(&self, now: Timestamp) -> Option<Duration> {
         self.left_of(self.backed_off(self.base()), now)
     }
 
@@ -74,49 +70,47 @@ impl Dwell {
     }
 
     /// When something may grow, or something more, if that is ahead.
-    #[must_use]
-    pub fn ends(&self, now: Timestamp) -> Option<Timestamp> {
+    pub(super) fn ends(&self, now: Timestamp) -> Option<Timestamp> {
         let left = self.left(now).or_else(|| self.left_for_workers(now));
         left.map(|left| now + left)
     }
 
     /// A shed was asked for, or memory came back by one.
-    pub const fn begin(&mut self, now: Timestamp) {
+    pub(super) const fn begin(&mut self, now: Timestamp) {
         self.shed_at = Some(now);
         self.continues = false;
     }
 
     /// Whether it began at `at`, and nothing was shed since.
-    #[must_use]
-    pub fn began_at(&self, at: Timestamp) -> bool {
+    pub(super) fn began_at(&self, at: Timestamp) -> bool {
         self.shed_at == Some(at)
     }
 
     /// Ends it: what was shed last is wanted back.
-    pub const fn end(&mut self) {
+    pub(super) const fn end(&mut self) {
         self.shed_at = None;
     }
 
     /// Ends it and the back-off, as an operator may.
-    pub const fn forget(&mut self) {
+    pub(super) const fn forget(&mut self) {
         self.shed_at = None;
         self.regrets = 0;
     }
 
     /// Something begins to grow back.
-    pub const fn grown(&mut self, now: Timestamp) {
+    pub(super) const fn grown(&mut self, now: Timestamp) {
         self.grown_at = Some(now);
     }
 
     /// Adds the duration of the engine's load or of one growth.
-    pub fn took(&mut self, took: Duration) {
+    pub(super) fn took(&mut self, took: Duration) {
         let before = self.took.filter(|_| self.continues).unwrap_or_default();
         self.took = Some(before.saturating_add(took));
         self.continues = true;
     }
 
     /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
-    pub fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
+    pub(super) fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
         let stayed = now.saturating_since(self.grown_at.take()?);
         if stayed >= self.base() {
             self.regrets = self.regrets.saturating_sub(1);

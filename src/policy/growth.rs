@@ -43,7 +43,6 @@ pub(super) struct GrowthRoom {
 
 impl GrowthRoom {
     /// What may be used now, by the budget and by the headroom.
-    #[must_use]
     pub(super) fn bytes(&self) -> Bytes {
         self.by_headroom()
             .min(self.free)
@@ -51,14 +50,12 @@ impl GrowthRoom {
     }
 
     /// What the headroom leaves above the watermark and its hysteresis.
-    #[must_use]
     pub(super) fn by_headroom(&self) -> Bytes {
         self.headroom
             .saturating_sub(self.elevated.saturating_add(self.hysteresis))
     }
 
     /// Why a step of so many bytes has to wait.
-    #[must_use]
     pub(super) fn lacks(&self, step: Bytes) -> GrowthWait {
         let needs = self.reserved.saturating_add(step);
         if self.free < needs {

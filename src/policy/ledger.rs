@@ -18,16 +18,16 @@ use cotenant_units::{Bytes, Timestamp};
 /// More was to be booked than is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot book {asked}: {free} is free")]
-pub struct OverCommit {
+pub(super) struct OverCommit {
     /// What was to be booked in addition.
-    pub asked: Bytes,
+    pub(super) asked: Bytes,
     /// What is free.
-    pub free: Bytes,
+    pub(super) free: Bytes,
 }
 
 /// The book.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ledger {
+pub(super) struct Ledger {
     budget: Bytes,
     reserve: Bytes,
     /// What was held when the budget was lowered below it, or has been since: it can only become less.
@@ -53,11 +53,11 @@ struct Entry {
 
 /// One reading of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Measurement {
+pub(super) struct Measurement {
     /// Bytes that the kernel attributes to it.
-    pub used: Bytes,
+    pub(super) used: Bytes,
     /// When it was read.
-    pub at: Timestamp,
+    pub(super) at: Timestamp,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,8 +68,7 @@ struct ScopeUse {
 
 impl Ledger {
     /// An empty book.
-    #[must_use]
-    pub fn new(budget: Bytes, reserve: Bytes) -> Self {
+    pub(super) fn new(budget: Bytes, reserve: Bytes) -> Self {
         Self {
             budget,
             reserve,
@@ -86,8 +85,7 @@ impl Ledger {
     }
 
     /// What is held beyond the budget, since that was lowered.
-    #[must_use]
-    pub fn over_budget(&self) -> Bytes {
+    pub(super) fn over_budget(&self) -> Bytes {
         self.held().saturating_sub(self.budget)
     }
 
@@ -102,7 +100,7 @@ impl Ledger {
     ///
     /// # Errors
     /// If what it needs beyond that is more than what is free; the book is unchanged.
-    pub fn book(
+    pub(super) fn book(
         &mut self,
         id: LeaseId,
         tenant: &str,
@@ -128,7 +126,12 @@ impl Ledger {
     ///
     /// # Errors
     /// If it is more than what is free; the book is unchanged.
-    pub fn raise(&mut self, id: LeaseId, bytes: Bytes, now: Timestamp) -> Result<(), OverCommit> {
+    pub(super) fn raise(
+        &mut self,
+        id: LeaseId,
+        bytes: Bytes,
+        now: Timestamp,
+    ) -> Result<(), OverCommit> {
         let more = bytes.saturating_sub(self.held_by(id));
         if more > Bytes::ZERO {
             self.check_free(more)?;
@@ -158,7 +161,7 @@ impl Ledger {
     }
 
     /// Lowers what a lease holds; a higher or equal amount changes nothing. Returns what became free of it.
-    pub fn lower(&mut self, id: LeaseId, bytes: Bytes) -> Bytes {
+    pub(super) fn lower(&mut self, id: LeaseId, bytes: Bytes) -> Bytes {
         let Some(entry) = self.entries.get_mut(&id) else {
             return Bytes::ZERO;
         };
@@ -169,21 +172,21 @@ impl Ledger {
 
     /// Takes a lease off the book. What its holder is measured to use beyond its other leases is unaccounted from now
     /// on, until it is measured to be back. Returns what it held.
-    pub fn close(&mut self, id: LeaseId) -> Bytes {
+    pub(super) fn close(&mut self, id: LeaseId) -> Bytes {
         self.entries
             .remove(&id)
             .map_or(Bytes::ZERO, |entry| entry.held)
     }
 
     /// Says whether a holder is on its way to another size.
-    pub fn set_moving(&mut self, id: LeaseId, moving: bool) {
+    pub(super) fn set_moving(&mut self, id: LeaseId, moving: bool) {
         if let Some(entry) = self.entries.get_mut(&id) {
             entry.moving = moving;
         }
     }
 
     /// Takes a reading of a holder; an older one than the last changes nothing.
-    pub fn measure(&mut self, tenant: &str, used: Bytes, at: Timestamp) {
+    pub(super) fn measure(&mut self, tenant: &str, used: Bytes, at: Timestamp) {
         if self.measured.get(tenant).is_none_or(|last| last.at <= at) {
             self.measured
                 .insert(tenant.to_owned(), Measurement { used, at });
@@ -192,7 +195,7 @@ impl Ledger {
     }
 
     /// Forgets the readings of a holder whose memory is back: its process is gone, or it uses nothing.
-    pub fn forget(&mut self, tenant: &str) {
+    pub(super) fn forget(&mut self, tenant: &str) {
         self.measured.remove(tenant);
         self.estimate_outside();
     }
@@ -201,7 +204,7 @@ impl Ledger {
     ///
     /// The last sample shows it. So that estimate counts alone: the one before it was made while the memory was a
     /// holder's, and by the lower of both it would be free until the next sample.
-    pub fn estrange(&mut self, tenant: &str) {
+    pub(super) fn estrange(&mut self, tenant: &str) {
         if self.entries.values().all(|entry| entry.tenant != tenant) {
             self.measured.remove(tenant);
         }
@@ -210,7 +213,7 @@ impl Ledger {
     }
 
     /// Takes a reading of everything that counts against the budget; an older one than the last changes nothing.
-    pub fn observe_scope(&mut self, used: Bytes, at: Timestamp) {
+    pub(super) fn observe_scope(&mut self, used: Bytes, at: Timestamp) {
         if self.scope.is_none_or(|last| last.at <= at) {
             self.scope = Some(ScopeUse { used, at });
             self.outside = [self.outside[1], self.outside[1]];
@@ -219,28 +222,24 @@ impl Ledger {
     }
 
     /// The budget.
-    #[must_use]
-    pub const fn budget(&self) -> Bytes {
+    pub(super) const fn budget(&self) -> Bytes {
         self.budget
     }
 
     /// Sum of all leases.
-    #[must_use]
-    pub fn held(&self) -> Bytes {
+    pub(super) fn held(&self) -> Bytes {
         self.entries.values().map(|entry| entry.held).sum()
     }
 
     /// Bytes that one lease holds; zero if it is not on the book.
-    #[must_use]
-    pub fn held_by(&self, id: LeaseId) -> Bytes {
+    pub(super) fn held_by(&self, id: LeaseId) -> Bytes {
         self.entries
             .get(&id)
             .map_or(Bytes::ZERO, |entry| entry.held)
     }
 
     /// Bytes that all leases of one holder hold.
-    #[must_use]
-    pub fn held_by_tenant(&self, tenant: &str) -> Bytes {
+    pub(super) fn held_by_tenant(&self, tenant: &str) -> Bytes {
         self.entries
             .values()
             .filter(|entry| entry.tenant == tenant)
@@ -249,26 +248,22 @@ impl Ledger {
     }
 
     /// The last reading of a holder.
-    #[must_use]
-    pub fn measurement(&self, tenant: &str) -> Option<Measurement> {
+    pub(super) fn measurement(&self, tenant: &str) -> Option<Measurement> {
         self.measured.get(tenant).copied()
     }
 
     /// The last measured use of a holder.
-    #[must_use]
-    pub fn used_by(&self, tenant: &str) -> Option<Bytes> {
+    pub(super) fn used_by(&self, tenant: &str) -> Option<Bytes> {
         self.measured.get(tenant).map(|measured| measured.used)
     }
 
     /// When the scope was last read.
-    #[must_use]
-    pub fn scope_at(&self) -> Option<Timestamp> {
+    pub(super) fn scope_at(&self) -> Option<Timestamp> {
         self.scope.map(|scope| scope.at)
     }
 
     /// Use by processes that are not on the book, as far as it exceeds the reserve.
-    #[must_use]
-    pub fn unmanaged(&self) -> Bytes {
+    pub(super) fn unmanaged(&self) -> Bytes {
         self.outside()
             .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
@@ -277,21 +272,18 @@ impl Ledger {
     ///
     /// By the last estimate alone: one that was made while a new lease was not used yet is too low by as much, and the
     /// lease would count twice with the first sample that shows it.
-    #[must_use]
-    pub fn unused_reserve(&self) -> Bytes {
+    pub(super) fn unused_reserve(&self) -> Bytes {
         let [_, outside] = self.outside;
         self.reserve.saturating_sub(outside.unwrap_or(Bytes::ZERO))
     }
 
     /// Use beyond what is held: of known holders, and of unmanaged processes.
-    #[must_use]
-    pub fn unaccounted(&self) -> Bytes {
+    pub(super) fn unaccounted(&self) -> Bytes {
         self.excess().saturating_add(self.unmanaged())
     }
 
     /// Use of known holders beyond what they hold.
-    #[must_use]
-    pub fn excess(&self) -> Bytes {
+    pub(super) fn excess(&self) -> Bytes {
         let mut held: BTreeMap<&str, Bytes> = BTreeMap::new();
         for entry in self.entries.values() {
             let sum = held.entry(&entry.tenant).or_default();
@@ -307,16 +299,14 @@ impl Ledger {
     }
 
     /// Budget minus held minus unaccounted.
-    #[must_use]
-    pub fn free(&self) -> Bytes {
+    pub(super) fn free(&self) -> Bytes {
         self.budget
             .saturating_sub(self.held())
             .saturating_sub(self.unaccounted())
     }
 
     /// The measured use of all holders; those that were not measured are not in it.
-    #[must_use]
-    pub fn measured_use(&self) -> Bytes {
+    pub(super) fn measured_use(&self) -> Bytes {
         self.measured
             .values()
             .map(|measured| measured.used)
@@ -324,8 +314,7 @@ impl Ledger {
     }
 
     /// The use of all holders, by measurement where there is one and by the book where there is none.
-    #[must_use]
-    pub fn used_by_holders(&self) -> Bytes {
+    pub(super) fn used_by_holders(&self) -> Bytes {
         let unmeasured = self
             .entries
             .values()
@@ -339,14 +328,12 @@ impl Ledger {
     }
 
     /// Whether the book is right: what is held never exceeds the budget, or what was held when that was lowered.
-    #[must_use]
-    pub fn is_conserved(&self) -> bool {
+    pub(super) fn is_conserved(&self) -> bool {
         self.held() <= self.ceiling.unwrap_or(self.budget)
     }
 
     /// Whether it has entries for these leases, in the order of their numbers, and for no other.
-    #[must_use]
-    pub fn has_all<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> bool {
+    pub(super) fn has_all<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> bool {
         leases.eq(self.entries.keys())
     }
 

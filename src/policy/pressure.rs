@@ -52,7 +52,7 @@ use cotenant_units::{Bytes, Timestamp};
 
 /// The level, the slope and the kernel's signs, by the samples so far.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pressure {
+pub(super) struct Pressure {
     params: PressureParams,
     last: Option<Reading>,
     #[serde(flatten)]
@@ -77,8 +77,7 @@ struct Reading {
 
 impl Pressure {
     /// Normal, before the first sample.
-    #[must_use]
-    pub fn new(params: PressureParams) -> Self {
+    pub(super) fn new(params: PressureParams) -> Self {
         Self {
             params,
             last: None,
@@ -89,12 +88,12 @@ impl Pressure {
     }
 
     /// Judges by other settings from the next sample on.
-    pub const fn set_params(&mut self, params: PressureParams) {
+    pub(super) const fn set_params(&mut self, params: PressureParams) {
         self.params = params;
     }
 
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
-    pub fn observe(&mut self, sample: &Sample, headroom: Bytes) -> Option<LevelChange> {
+    pub(super) fn observe(&mut self, sample: &Sample, headroom: Bytes) -> Option<LevelChange> {
         let at = sample.taken_at;
         let last = self.last.take();
         if last.as_ref().is_some_and(|last| at <= last.at) {
@@ -191,78 +190,68 @@ impl Pressure {
     }
 
     /// The level.
-    #[must_use]
-    pub const fn level(&self) -> PressureLevel {
+    pub(super) const fn level(&self) -> PressureLevel {
         self.level.level
     }
 
     /// The rest of the dwell before the level falls; `None` while the headroom has not recovered.
-    #[must_use]
-    pub fn dwell_left(&self, now: Timestamp) -> Option<Duration> {
+    pub(super) fn dwell_left(&self, now: Timestamp) -> Option<Duration> {
         self.level.dwell_left(now, self.params.dwell)
     }
 
     /// Ends the dwell of a level above which the headroom has recovered, as an operator may.
-    pub fn end_dwell(&mut self, now: Timestamp) -> Option<LevelChange> {
+    pub(super) fn end_dwell(&mut self, now: Timestamp) -> Option<LevelChange> {
         let headroom = self.headroom()?;
         self.level.fall(headroom, now, self.params.dwell)
     }
 
     /// The headroom of the last sample.
-    #[must_use]
-    pub fn headroom(&self) -> Option<Bytes> {
+    pub(super) fn headroom(&self) -> Option<Bytes> {
         self.last.as_ref().map(|last| last.headroom)
     }
 
     /// The last sample.
-    #[must_use]
-    pub fn sample(&self) -> Option<&Sample> {
+    pub(super) fn sample(&self) -> Option<&Sample> {
         self.last.as_ref().map(|last| &last.sample)
     }
 
     /// Notes what the engine held and did not use yet when the last sample was taken, as for templates and forms.
-    pub const fn note_promised(&mut self, bytes: Bytes) {
+    pub(super) const fn note_promised(&mut self, bytes: Bytes) {
         if let Some(last) = &mut self.last {
             last.promised = bytes;
         }
     }
 
     /// What the engine held and did not use yet when the last sample was taken: it looks free there.
-    #[must_use]
-    pub fn promised(&self) -> Bytes {
+    pub(super) fn promised(&self) -> Bytes {
         self.last.as_ref().map_or(Bytes::ZERO, |last| last.promised)
     }
 
     /// When the last sample was taken.
-    #[must_use]
-    pub fn sampled_at(&self) -> Option<Timestamp> {
+    pub(super) fn sampled_at(&self) -> Option<Timestamp> {
         self.last.as_ref().map(|last| last.at)
     }
 
     /// When nothing will be left at the slope that goes on; `None` where that has not lasted long enough to foretell it.
-    #[must_use]
-    pub fn exhausted_in(&self) -> Option<Duration> {
+    pub(super) fn exhausted_in(&self) -> Option<Duration> {
         let last = self.last.as_ref()?;
         self.trend.foretold_in(last.headroom, last.at)
     }
 
     /// Whether a shed still waits whether the shortage passes by itself.
-    #[must_use]
-    pub fn in_grace(&self, now: Timestamp) -> bool {
+    pub(super) fn in_grace(&self, now: Timestamp) -> bool {
         self.grace_ends().is_some_and(|end| now < end)
     }
 
     /// When the grace of Elevated is over; `None` if there is none.
-    #[must_use]
-    pub fn grace_ends(&self) -> Option<Timestamp> {
+    pub(super) fn grace_ends(&self) -> Option<Timestamp> {
         let end = self.level.rose_at + self.params.grace;
         (self.level() == PressureLevel::Elevated && !self.is_urgent()).then_some(end)
     }
 
     /// Whether the last sample stands for Critical, by its headroom or by the kernel's own signs: the level itself stays for
     /// the dwell.
-    #[must_use]
-    pub fn is_critical_now(&self) -> bool {
+    pub(super) fn is_critical_now(&self) -> bool {
         let is_below = |headroom| {
             Level::of(&self.params, headroom, self.params.hysteresis) == PressureLevel::Critical
         };
@@ -271,8 +260,7 @@ impl Pressure {
     }
 
     /// Whether the level is Critical, or will be within the grace at the slope that goes on.
-    #[must_use]
-    pub fn is_urgent(&self) -> bool {
+    pub(super) fn is_urgent(&self) -> bool {
         let above = self
             .headroom()
             .map(|headroom| headroom.saturating_sub(self.params.critical_below));
@@ -286,8 +274,7 @@ impl Pressure {
     ///
     /// While the headroom is near a watermark and hardly moves, that is up to 100 ms: the rate then follows the
     /// slope, with a margin, instead of the fastest rate. At Critical it never does.
-    #[must_use]
-    pub fn interval(&self) -> Duration {
+    pub(super) fn interval(&self) -> Duration {
         let Some(last) = &self.last else {
             return self.params.sample_min;
         };

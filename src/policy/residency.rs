@@ -377,7 +377,6 @@ impl ModelShape {
     }
 
     /// The least that one layer more takes: the last one makes the staging ring superfluous. `None` where all are resident.
-    #[must_use]
     pub(crate) fn least_layer_without(&self, resident: &BTreeSet<u32>) -> Option<Bytes> {
         let streamed = self.layers.iter().zip(0u32..);
         let streamed = streamed.filter(|(_, index)| !resident.contains(index));
@@ -412,7 +411,6 @@ impl ModelShape {
     }
 
     /// Parts that `layers` layers amount to.
-    #[must_use]
     pub(crate) fn parts_of(&self, layers: u32) -> usize {
         let layers_in_all = u64::from(self.layer_count().max(1));
         let heads = self

@@ -11,7 +11,7 @@ use cotenant_units::Timestamp;
 
 /// The failures of one worker, or of the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Restart {
+pub(super) struct Restart {
     /// Failures within the window, oldest first; never more than the intensity and one.
     recent: VecDeque<Timestamp>,
     in_a_row: u32,
@@ -20,12 +20,12 @@ pub struct Restart {
 
 impl Restart {
     /// It answers.
-    pub fn ready(&mut self, now: Timestamp) {
+    pub(super) fn ready(&mut self, now: Timestamp) {
         self.ready_since = Some(now);
     }
 
     /// It failed. Returns when it is started again; `None` where it failed too often within the window. The wait doubles with each failure in a row, and is short again after it has answered for long enough.
-    pub fn failed(&mut self, limits: &RestartParams, now: Timestamp) -> Option<Timestamp> {
+    pub(super) fn failed(&mut self, limits: &RestartParams, now: Timestamp) -> Option<Timestamp> {
         self.forget_if_stable(limits, now);
         while let Some(oldest) = self.recent.front()
             && now.saturating_since(*oldest) >= limits.window
@@ -38,7 +38,7 @@ impl Restart {
     }
 
     /// It failed for something that is waited for anyway: the wait grows as with any failure, and it is never given up.
-    pub fn held_up(&mut self, limits: &RestartParams, now: Timestamp) -> Timestamp {
+    pub(super) fn held_up(&mut self, limits: &RestartParams, now: Timestamp) -> Timestamp {
         self.forget_if_stable(limits, now);
         self.next_try(limits, now)
     }
@@ -60,14 +60,13 @@ impl Restart {
     }
 
     /// An operator starts it by hand: what was is forgotten.
-    pub fn forget(&mut self) {
+    pub(super) fn forget(&mut self) {
         self.recent.clear();
         self.in_a_row = 0;
     }
 
     /// Failures within the window, as of the last one.
-    #[must_use]
-    pub fn recent_failures(&self) -> usize {
+    pub(super) fn recent_failures(&self) -> usize {
         self.recent.len()
     }
 }
