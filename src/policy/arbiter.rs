@@ -11,7 +11,7 @@
 //! message leaves no intention behind. There are three kinds of files:
 //!
 //! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`,
-//!   `worker_control`, `ledger`.
+//!   `worker`, `ledger`.
 //! - Decisions, functions of the read-only `State` of all machines: `reach`, `holder`, `reclaim`,
 //!   `growth`.
 //! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`,

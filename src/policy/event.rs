@@ -565,17 +565,18 @@ impl fmt::Display for ShedOutcome {
 
 impl fmt::Display for ChangedKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.applied.as_slice(), self.restart.as_slice()) {
-            ([], []) => f.write_str("nothing has changed"),
-            (applied, []) => write!(f, "applied: {}", applied.join(", ")),
-            ([], restart) => write!(f, "needs a restart: {}", restart.join(", ")),
-            (applied, restart) => write!(
-                f,
-                "applied: {}; needs a restart: {}",
-                applied.join(", "),
-                restart.join(", ")
-            ),
+        let keys = [
+            ("applied", &self.applied),
+            ("needs a restart", &self.restart),
+        ];
+        let changed = keys.iter().filter(|(_, keys)| !keys.is_empty());
+        let parts: Vec<String> = changed
+            .map(|(what, keys)| format!("{what}: {}", keys.join(", ")))
+            .collect();
+        if parts.is_empty() {
+            return f.write_str("nothing has changed");
         }
+        f.write_str(&parts.join("; "))
     }
 }
 

@@ -48,9 +48,7 @@ impl Class {
             Self::Batch => Self::LlmElastic,
         }
     }
-}
 
-impl Class {
     /// Its name in files and messages.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -46,6 +46,12 @@ fn with_margin(bytes: Bytes) -> Bytes {
     bytes.saturating_add(bytes.per_mille(MARGIN_PER_MILLE))
 }
 
+/// The known peak after another one was `seen`: a lower one counts for a quarter.
+fn eased(known: Bytes, seen: Bytes) -> Bytes {
+    let less = known.saturating_sub(seen);
+    seen.max(known.saturating_sub(Bytes::new(less.get() / 4)))
+}
+
 /// All peaks that were learned, by holder and variant.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -84,18 +90,8 @@ impl Peaks {
             return false;
         };
         peak.lives = peak.lives.saturating_add(1);
-        let start = peak.start.unwrap_or(bytes);
-        peak.start = Some(if bytes >= start {
-            bytes
-        } else {
-            start.saturating_sub(Bytes::new(start.saturating_sub(bytes).get() / 4))
-        });
-        if bytes > peak.bytes {
-            peak.bytes = bytes;
-        } else {
-            let less = peak.bytes.saturating_sub(bytes);
-            peak.bytes = peak.bytes.saturating_sub(Bytes::new(less.get() / 4));
-        }
+        peak.start = Some(eased(peak.start.unwrap_or(bytes), bytes));
+        peak.bytes = eased(peak.bytes, bytes);
         true
     }
 

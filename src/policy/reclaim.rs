@@ -149,7 +149,9 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
     // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
     let chosen_for = |pay| {
         let purpose = Purpose::Pressure(pay);
-        select(state, &state.offers(purpose), need, purpose).0
+        select(state, &state.offers(purpose), need, purpose)
+            .0
+            .chosen
     };
     let gentle = chosen_for(Pay::new(Level::Elevated, need));
     let chosen = if gentle.is_empty() {
@@ -184,11 +186,10 @@ fn weigh(
     purpose: Purpose,
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
-    let (chosen, plan, rows, above_ppm) = select(state, offers, need, purpose);
-    if chosen.is_empty() {
+    let (choice, plan, rows) = select(state, offers, need, purpose);
+    if choice.chosen.is_empty() {
         return None;
     }
-    let choice = Choice { chosen, above_ppm };
     let mut weighing = Weighing::new(reason, need, &rows, &choice);
     weighing.reclaimable = reclaimable(offers);
     let engine = state.engine.params.as_ref();
@@ -209,7 +210,7 @@ fn select(
     offers: &[Offer],
     need: Bytes,
     purpose: Purpose,
-) -> (Vec<Chosen>, Option<EnginePlan>, Vec<Offer>, u64) {
+) -> (Choice, Option<EnginePlan>, Vec<Offer>) {
     let Choice { chosen, above_ppm } = choose(offers, need);
     let is_engine = |source: &Source| source.is_of_engine();
     let (engine, mut others): (Vec<Chosen>, Vec<Chosen>) =
@@ -225,5 +226,6 @@ fn select(
     others.splice(0..0, parts);
     let holders = offers.iter().filter(|offer| !is_engine(&offer.source));
     rows.extend(holders.cloned());
-    (others, plan, rows, above_ppm)
+    let chosen = others;
+    (Choice { chosen, above_ppm }, plan, rows)
 }

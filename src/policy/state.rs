@@ -300,20 +300,13 @@ impl State {
     /// they were not measured they may have grown into any space.
     pub(super) fn taken_over_are_measured(&self) -> bool {
         self.workers.values().all(|worker| {
-            worker
-                .run()
-                .and_then(|run| run.taken_over_at)
-                .is_none_or(|at| {
-                    let measured = self.ledger.measurement(&worker.params.name);
-                    let known = measured.is_some_and(|measured| {
-                        measured.at >= at
-                            && self
-                                .pressure
-                                .sampled_at()
-                                .is_some_and(|sampled| sampled > measured.at)
-                    });
-                    known || self.now >= at + MEASURED_WITHIN
-                })
+            let Some(at) = worker.run().and_then(|run| run.taken_over_at) else {
+                return true;
+            };
+            let measured = self.ledger.measurement(&worker.params.name);
+            let known = measured.zip(self.pressure.sampled_at());
+            known.is_some_and(|(measured, sampled)| measured.at >= at && sampled > measured.at)
+                || self.now >= at + MEASURED_WITHIN
         })
     }
 

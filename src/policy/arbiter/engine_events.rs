@@ -63,14 +63,14 @@ pub(super) fn take_applied(cx: &mut Context<'_>, applied: &EngineApplied) {
         free: cx.ledger.free(),
         took: applied.took,
     });
+    let freed = credited.min(applied.freed);
+    if matches!(confirmed, Confirmed::Shed(_) | Confirmed::ChunkEnded) {
+        cx.note_reclaimed(credited, freed, true);
+        cx.pressure.trend.came_back(credited, now);
+    }
     match confirmed {
-        Confirmed::Repeated => cx
-            .pressure
-            .trend
-            .came_back(credited.min(applied.freed), now),
+        Confirmed::Repeated => cx.pressure.trend.came_back(freed, now),
         Confirmed::Shed(asked) => {
-            cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.pressure.trend.came_back(credited, now);
             let promised = before.saturating_sub(cx.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
             if promised.per_mille(VERIFY_PER_MILLE) > given && !is_asked {
@@ -90,24 +90,18 @@ pub(super) fn take_applied(cx: &mut Context<'_>, applied: &EngineApplied) {
             cx.renew_dwell();
             let in_force = cx.engine.plans.in_force.as_ref();
             let bytes = in_force.map_or(asked.from, |plan| cx.engine.bytes_in(plan));
-            let stats = &mut cx.record.stats;
-            stats.regrown_bytes = stats
-                .regrown_bytes
-                .saturating_add(bytes.saturating_sub(asked.from));
+            let regrown = &mut cx.record.stats.regrown_bytes;
+            *regrown = regrown.saturating_add(bytes.saturating_sub(asked.from));
             // The layers whose place the larger chunk should have taken may come back at once.
             if without_chunk && cx.dwell.began_at(asked.asked_at) {
                 cx.dwell.end();
             }
         }
-        Confirmed::ChunkEnded => {
-            cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.pressure.trend.came_back(credited, now);
-        }
         Confirmed::Ready => {
             cx.dwell.took(applied.took);
             cx.renew_dwell();
         }
-        Confirmed::Unchanged => {}
+        Confirmed::ChunkEnded | Confirmed::Unchanged => {}
     }
     engine_orders::answer_operators(cx, revision, Ok(applied));
 }
@@ -158,18 +152,13 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
     }
     cx.changed_at = cx.now;
     // A retry that fails like the one before is no news.
-    let is_news = cx
-        .engine
-        .failure()
-        .is_none_or(|before| before.reason != reason);
+    let before = cx.engine.failure();
+    let is_news = before.is_none_or(|before| before.reason != reason);
     let next = cx.state.engine.failed(reason, cure, left, cx.state.now);
-    let failure = cx
-        .engine
-        .failure()
-        .map_or_else(String::new, |failure| failure.to_string());
+    let failure = cx.engine.failure().map(|failure| failure.to_string());
     if is_news || matches!(next, NextLoad::GivenUp) {
         cx.decide(EngineDecision::Gone {
-            reason: failure,
+            reason: failure.unwrap_or_default(),
             freed,
             next,
         });

@@ -61,7 +61,7 @@ pub enum EngineDecision {
         kept: Bytes,
     },
     /// A report about a plan that is not waited for is ignored.
-    #[error("{}", stray.about(*revision))]
+    #[error("report about plan {revision} ignored: {stray}")]
     StrayPlan { revision: u64, stray: StrayPlan },
     /// A plan is in force.
     #[error("{}", outcome.with(*revision, took.as_millis(), plan.as_ref(), *used, *free))]
@@ -115,14 +115,14 @@ pub enum EngineDecision {
 }
 
 /// Why a report about a plan is ignored.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum StrayPlan {
-    /// The engine holds no lease.
+    #[error("the engine holds no lease")]
     NoLease,
-    /// It is of an earlier load.
+    #[error("it is of an earlier load")]
     EarlierLoad,
-    /// It failed, and is not waited for any more.
+    #[error("it failed, and is no longer waited for: {reason}")]
     Failed { reason: String },
 }
 
@@ -168,20 +168,6 @@ pub enum NextLoad {
     WaitsForDisk { left: Bytes },
     #[error("there is nothing to load")]
     NothingToLoad,
-}
-
-impl StrayPlan {
-    fn about(&self, revision: u64) -> String {
-        match self {
-            Self::NoLease => format!("the engine applied plan {revision}, and holds no lease"),
-            Self::EarlierLoad => {
-                format!("the engine applied plan {revision} of an earlier load: ignored")
-            }
-            Self::Failed { reason } => {
-                format!("plan {revision} failed, and is no longer waited for: {reason}")
-            }
-        }
-    }
 }
 
 impl PlanOutcome {

@@ -41,6 +41,13 @@ impl LeaseTable {
         nonce
     }
 
+    fn revocation_mut(&mut self, id: LeaseId) -> Option<&mut Revocation> {
+        match &mut self.leases.get_mut(&id)?.phase {
+            Phase::Revoking(revocation) => Some(revocation),
+            _ => None,
+        }
+    }
+
     /// Nothing more is reclaimed from the lease.
     pub(crate) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
         if let Some(lease) = self.leases.get_mut(&id) {
@@ -57,15 +64,13 @@ impl LeaseTable {
     pub(crate) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
         let (now, timeout) = (turn.now, turn.shed.verify_timeout);
         let mut first = now;
-        match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
-            Some(Phase::Revoking(revocation)) if !revocation.voluntary => {
+        if let Some(revocation) = self.revocation_mut(id) {
+            if !revocation.voluntary {
                 revocation.answered_at.get_or_insert(now);
                 revocation.next_poll = now + VERIFY_POLL;
-                self.measure(id, turn);
-                return;
+                return self.measure(id, turn);
             }
-            Some(Phase::Revoking(revocation)) => first = revocation.asked_at,
-            _ => {}
+            first = revocation.asked_at;
         }
         let lower = Lower {
             who: id,
@@ -75,9 +80,7 @@ impl LeaseTable {
             answered_at: Some(now),
         };
         self.begin_revocation(&lower, true, turn);
-        if let Some(Phase::Revoking(revocation)) =
-            self.leases.get_mut(&id).map(|lease| &mut lease.phase)
-        {
+        if let Some(revocation) = self.revocation_mut(id) {
             revocation.asked_at = first;
         }
         self.measure(id, turn);
@@ -92,21 +95,14 @@ impl LeaseTable {
             claimed,
         } = *answered;
         let (lease, now) = (self.name_of(id), turn.now);
-        let phase = self.leases.get_mut(&id).map(|lease| &mut lease.phase);
-        let revocation = match phase {
-            Some(Phase::Revoking(revocation)) if revocation.target.nonce == nonce => revocation,
-            other => {
-                let current = match other {
-                    Some(Phase::Revoking(revocation)) => Some(revocation.target.nonce),
-                    _ => None,
-                };
-                turn.decide(LeaseDecision::AnswerIgnored {
-                    lease,
-                    nonce,
-                    current,
-                });
-                return;
-            }
+        let revocation = self.revocation_mut(id);
+        let current = revocation.as_ref().map(|under_way| under_way.target.nonce);
+        let Some(revocation) = revocation.filter(|_| current == Some(nonce)) else {
+            return turn.decide(LeaseDecision::AnswerIgnored {
+                lease,
+                nonce,
+                current,
+            });
         };
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
@@ -234,9 +230,7 @@ impl LeaseTable {
             self.credit_reduced(id, &revocation, used, turn);
         }
         let patience = turn.shed.verify_timeout;
-        let Phase::Revoking(revocation) = &mut self.leases.get_mut(&id)?.phase else {
-            return None;
-        };
+        let revocation = self.revocation_mut(id)?;
         if revocation.claimed_at().is_none_or(|at| taken_at <= at) {
             return None;
         }

@@ -143,14 +143,10 @@ impl Worker {
         let above = bounded.or(fresh
             .filter(|_| renewed)
             .map(|fresh| fresh.saturating_add(fresh)));
-        let Some(above) = above else {
+        let Some(above) = above.filter(|above| used > *above) else {
             ready.over_since = None;
             return None;
         };
-        if used <= above {
-            ready.over_since = None;
-            return None;
-        }
         let since = *ready.over_since.get_or_insert(now);
         let may_be_recycled = may_be_recycled || bounded.is_none();
         if ready.winding.is_some() || now < since + settle || !may_be_recycled {
