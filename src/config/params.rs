@@ -74,7 +74,6 @@ impl Config {
                 settle: self.shedding.settle,
                 deadlines: self.shedding.deadlines,
                 verify_timeout: self.shedding.verify_timeout,
-                ..defaults.shed
             },
             lease: LeaseParams {
                 term_min: self.leases.term_min,
@@ -82,7 +81,6 @@ impl Config {
                 wait_max: self.leases.wait_max,
                 queue_max: self.leases.queue_max,
                 leases_per_uid: self.leases.per_user_max,
-                ..defaults.lease
             },
             engine: self.llm.as_ref().map(|llm| EngineParams {
                 kv_wanted: llm.context,

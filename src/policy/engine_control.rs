@@ -808,7 +808,7 @@ mod tests {
         engine.forget_past(at(999));
         assert!(engine.kv.pinned.is_some() && engine.blocked.chunk.is_some());
         engine.activity(0, KvUse::default());
-        assert!(engine.kv.pinned.is_none() && !engine.blocked.chunk.is_some());
+        assert!(engine.kv.pinned.is_none() && engine.blocked.chunk.is_none());
         engine.pin_capacity(Tokens::new(2048), at(0));
         assert_eq!(engine.next_deadline(at(0)), Some(at(1000)));
         engine.forget_past(at(1000));

@@ -194,7 +194,7 @@ impl LeaseTable {
             let rarely = turn.rarely;
             match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
                 Some(Phase::Revoking(Revocation { next_poll, .. })) => {
-                    *next_poll = now + VERIFY_POLL
+                    *next_poll = now + VERIFY_POLL;
                 }
                 Some(Phase::Ending {
                     next_poll,
