@@ -92,14 +92,25 @@ impl Resampler {
         Ok(output)
     }
 
+    /// Samples that were taken, at the new rate.
+    fn wanted(&self) -> u64 {
+        let wanted =
+            (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
+        u64::try_from(wanted).unwrap_or(u64::MAX)
+    }
+
+    /// Samples of output that the next pieces finish.
+    #[must_use]
+    pub fn behind(&self) -> u64 {
+        self.wanted().saturating_sub(self.given)
+    }
+
     /// Returns the rest.
     ///
     /// # Errors
     /// As [`push`](Self::push).
     pub fn finish(mut self) -> Result<Vec<i16>, ResampleError> {
-        let wanted =
-            (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
-        let wanted = u64::try_from(wanted).unwrap_or(u64::MAX);
+        let wanted = self.wanted();
         let mut output = Vec::new();
         let mut rest = self.pending.len();
         while self.given < wanted {

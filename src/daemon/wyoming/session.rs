@@ -437,7 +437,7 @@ impl Recording {
             rate => Some(Resampler::new(rate, ASR_RATE_HZ).map_err(|error| bad(&error.into()))?),
         };
         // The client determines the end.
-        let mut detector = VoiceDetector::new(THRESHOLD, Duration::MAX);
+        let mut detector = VoiceDetector::new(ASR_RATE_HZ, THRESHOLD, Duration::MAX);
         detector.set_early_pause(pause);
         Ok(Self {
             decoder: PcmDecoder::new(format).map_err(|error| bad(&error))?,

@@ -78,9 +78,10 @@ impl Input {
 
     /// Detects turns by `turns` from now on, none with `None`, and in them pauses of the length `early`.
     pub(super) fn detect(&mut self, turns: Option<&Turns>, early: EarlyPause) {
-        self.detector = turns.map(|turns| VoiceDetector::new(turns.threshold, turns.silence));
+        self.detector =
+            turns.map(|turns| VoiceDetector::new(TTS_RATE_HZ, turns.threshold, turns.silence));
         self.set_early_pause(early);
-        self.detector_start = self.end();
+        self.detector_start = self.end() + self.behind();
         self.prefix = turns.map_or(0, |turns| samples_in(turns.prefix));
     }
 
@@ -119,8 +120,7 @@ impl Input {
             return Err(wrong("is not a whole number of 16-bit samples".to_owned()));
         }
         let piece: Vec<i16> = pairs.iter().map(|&pair| i16::from_le_bytes(pair)).collect();
-        let piece = self.resampled(&piece).map_err(|error| unusable(&error))?;
-        if let Err(fault) = self.make_room(piece.len()) {
+        if let Err(fault) = self.make_room(at_asr_rate(count(&piece))) {
             let at_ms = millis(self.end());
             let speaking = self.detector.as_mut().is_some_and(|detector| {
                 let speaking = detector.is_speaking();
@@ -134,7 +134,9 @@ impl Input {
             return Err(fault);
         }
         self.began.get_or_insert_with(Instant::now);
-        self.samples.extend_from_slice(&piece);
+        let samples = self.resampled(&piece).map_err(|error| unusable(&error))?;
+        self.samples.extend(samples);
+        // the resampler holds samples back, and a user who speaks is not to wait for them
         if let Some(detector) = &mut self.detector {
             let edges = detector.push(&piece);
             for &edge in &edges {
@@ -212,7 +214,7 @@ impl Input {
     fn turn(&mut self, edge: VoiceEdge, turns: &mut Vec<Turn>) {
         match edge {
             VoiceEdge::Started(at) => {
-                let from = (self.detector_start + at)
+                let from = (self.detector_start + at_asr_rate(at))
                     .saturating_sub(self.prefix)
                     .max(self.start);
                 self.forget_before(from);
@@ -223,7 +225,7 @@ impl Input {
             VoiceEdge::Paused(_) => {}
             VoiceEdge::Resumed(_) => turns.push(Turn::Resumed),
             VoiceEdge::Stopped(at) => {
-                let at = self.detector_start + at;
+                let at = self.detector_start + at_asr_rate(at);
                 let said =
                     self.take(usize::try_from(at.saturating_sub(self.start)).unwrap_or(usize::MAX));
                 turns.push(Turn::Stopped {
@@ -232,6 +234,11 @@ impl Input {
                 });
             }
         }
+    }
+
+    /// Samples that the resampler holds back, up to 65 ms.
+    fn behind(&self) -> u64 {
+        self.resampler.as_ref().map_or(0, Resampler::behind)
     }
 
     fn end(&self) -> u64 {
@@ -260,12 +267,10 @@ impl Input {
         }
     }
 
-    fn make_room(&mut self, more: usize) -> Result<(), Fault> {
+    fn make_room(&mut self, more: u64) -> Result<(), Fault> {
         let limit = self.api.limits().audio_duration_max;
-        let wanted = self.samples.len() + more;
-        if millis(u64::try_from(wanted).unwrap_or(u64::MAX))
-            > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
-        {
+        let wanted = count(&self.samples) + self.behind() + more;
+        if millis(wanted) > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX) {
             return invalid(
                 "audio",
                 "the input audio buffer",
@@ -279,6 +284,7 @@ impl Input {
             .memory
             .as_ref()
             .map_or(0, OwnedSemaphorePermit::num_permits);
+        let wanted = usize::try_from(wanted).unwrap_or(usize::MAX);
         let missing = kib_of(wanted).saturating_sub(held);
         let more = self
             .api
@@ -300,6 +306,11 @@ fn count(samples: &[i16]) -> u64 {
     u64::try_from(samples.len()).unwrap_or(u64::MAX)
 }
 
+/// So many samples of input as they are kept.
+const fn at_asr_rate(samples: u64) -> u64 {
+    (samples * ASR_RATE_HZ as u64).div_ceil(TTS_RATE_HZ as u64)
+}
+
 /// Milliseconds of so many samples.
 const fn millis(samples: u64) -> u64 {
     samples.saturating_mul(1000) / ASR_RATE_HZ as u64
@@ -319,5 +330,5 @@ const fn kib_of(samples: usize) -> usize {
 
 /// OpenAI's own limit.
 const COMMIT_MIN: Duration = Duration::from_millis(100);
-/// Samples in which the detector may find speech later: five frames.
+/// Samples in which the detector may find speech later: 100 ms.
 const ONSET_SAMPLES: u64 = 1600;

@@ -514,9 +514,12 @@ async fn a_user_who_speaks_cancels_the_answer_and_so_does_the_client() {
     client
         .error("conversation_already_has_active_response", None)
         .await;
-    client.append(&loud(300)).await;
+    // 50 ms after its first sample, wherever that is, and with no sample more
+    client.append(&[0; 4801]).await;
+    client.append(&loud(50)).await;
     let events = client.until("response.done").await;
     assert_eq!(events[0]["type"], "input_audio_buffer.speech_started");
+    assert_eq!(events[0]["audio_start_ms"], 0);
     let response = &events.last().unwrap()["response"];
     assert_eq!(
         (&response["status"], &response["status_details"]["reason"]),
