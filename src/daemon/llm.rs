@@ -213,11 +213,10 @@ impl Llm {
             .or_else(|| self.0.control.answers().begin())
             .ok_or_else(|| draining(ACT))?;
         let (id, engine) = (request.id, self.0.engine.handle());
-        if wanted.early {
+        early::admit(wanted.early, ACT, &self.0.control, || {
             let now = engine.snapshot();
-            let idle = now.running.is_empty() && now.queued == 0;
-            early::admit(ACT, &self.0.control.state(), idle)?;
-        }
+            now.running.is_empty() && now.queued == 0
+        })?;
         let place = match &request.form {
             Some(_) => engine
                 .form_place(&request)

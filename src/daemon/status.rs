@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
-use cotenant_http::backend::{ModelInfo, ModelKind, RunningAnswer, StatusBackend, Voice};
+use cotenant_http::backend::{ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_probe::{ProbeRoot, board::Board};
@@ -206,8 +206,8 @@ impl StatusBackend for Status {
         self.metrics.request(route, code, took);
     }
 
-    fn begin_answer(&self) -> Option<RunningAnswer> {
-        self.control.answers().begin()
+    fn answers(&self) -> &RunningAnswers {
+        self.control.answers()
     }
 
     fn first_token(&self, took: Duration) {

@@ -479,10 +479,9 @@ impl Voice {
         span: &Span,
         request: TranscribeRequest,
     ) -> Result<Transcript, Refusal> {
-        if request.meta.early {
-            let idle = self.places.available_permits() == RECORDINGS_AT_ONCE;
-            early::admit(TRANSCRIBE, &self.control.state(), idle)?;
-        }
+        early::admit(request.meta.early, TRANSCRIBE, &self.control, || {
+            self.places.available_permits() == RECORDINGS_AT_ONCE
+        })?;
         let mut queued =
             self.recordings
                 .admit(request.audio.duration(), NO_REST, request.meta.patience)?;

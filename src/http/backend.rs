@@ -58,7 +58,7 @@ pub struct RequestMeta {
     /// The span that this is a part of: at first the caller's, from its header `traceparent`.
     pub trace: Option<SpanContext>,
     /// Whether the client has not asked yet, and probably will. Done only while memory is ample, by what is idle, and
-    /// refused otherwise.
+    /// refused otherwise; given up at [`RunningAnswers::unwanted`].
     pub early: bool,
     /// The answer that this is a stage of. It was admitted before, so a drain does not refuse its stages.
     pub part_of: Option<RunningAnswer>,
@@ -70,6 +70,7 @@ pub struct RunningAnswers {
     /// Has one reference for each answer, and this one.
     all: Arc<()>,
     states: watch::Receiver<Arc<Snapshot>>,
+    requests: watch::Sender<()>,
 }
 
 /// An answer, which runs until its last clone is dropped: the stages of one answer have clones of it.
@@ -87,7 +88,26 @@ impl RunningAnswers {
         Self {
             all: Arc::default(),
             states,
+            requests: watch::Sender::default(),
         }
+    }
+
+    /// The end of work ahead of a request that begins now: memory is asked for, or a client asks for the recogniser or
+    /// the LLM.
+    #[must_use]
+    pub fn unwanted(&self) -> BoxFuture<'static, ()> {
+        let (mut states, mut requests) = (self.states.clone(), self.requests.subscribe());
+        Box::pin(async move {
+            tokio::select! {
+                _ = states.wait_for(|state| !state.is_ample()) => {}
+                _ = requests.changed() => {}
+            }
+        })
+    }
+
+    /// A client asks for the recogniser or the LLM: work ahead of requests makes way.
+    pub fn make_way(&self) {
+        self.requests.send_replace(());
     }
 
     /// How many run.
@@ -340,10 +360,8 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// Voices that clients may name; the first is taken when none is named.
     fn voices(&self) -> Vec<Voice>;
 
-    /// Counts an answer of several stages, which clients wait for as one; `None` in a drain.
-    fn begin_answer(&self) -> Option<RunningAnswer> {
-        None
-    }
+    /// The answers that run, those of several stages as one.
+    fn answers(&self) -> &RunningAnswers;
 
     /// A request has ended, `took` after its head was read: its last byte is sent, or the client has gone.
     ///

@@ -202,6 +202,16 @@ pub struct Snapshot {
     pub reboot: Vec<RebootReason>,
 }
 
+impl Snapshot {
+    /// Whether nothing is to be given back and nothing waits for memory, so that more may be done than was asked for.
+    #[must_use]
+    pub fn is_ample(&self) -> bool {
+        self.pressure.level == PressureLevel::Normal
+            && self.waiting == 0
+            && self.memory.coming_back == Bytes::ZERO
+    }
+}
+
 /// The budget, and what of it is held and used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryView {

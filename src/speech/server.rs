@@ -147,19 +147,20 @@ pub struct Hold(Arc<Held>);
 
 #[derive(Debug)]
 struct Held {
-    /// `None` once they have been released.
-    waiting: tokio::sync::Mutex<Option<Vec<Outgoing>>>,
+    /// With their bytes; `None` once they have been released.
+    waiting: tokio::sync::Mutex<Option<(Vec<Outgoing>, usize)>>,
     released: CancellationToken,
 }
 
 impl Hold {
     /// Keeps an answer, when there is room for it; gives it back once there is nothing to wait for.
-    async fn keep(&self, outgoing: Outgoing) -> Result<(), Outgoing> {
+    async fn keep(&self, outgoing: Outgoing, bytes: usize) -> Result<(), Outgoing> {
         loop {
             match &mut *self.0.waiting.lock().await {
                 None => return Err(outgoing),
-                Some(waiting) if waiting.len() < FRAMES_HELD => {
+                Some((waiting, held)) if *held + bytes <= (HELD_KIB as usize) << 10 => {
                     waiting.push(outgoing);
+                    *held += bytes;
                     return Ok(());
                 }
                 Some(_full) => {}
@@ -176,9 +177,12 @@ impl Reply {
     /// # Errors
     /// When the client did not take earlier events in time or has disconnected.
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
-        let mut outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
-        if let Some(hold) = &self.hold {
-            match hold.keep(outgoing).await {
+        let frame = event.into_frame();
+        let encoded = self.hold.as_ref().map(|_| frame.encode()).transpose()?;
+        let mut outgoing = Outgoing::Frame(frame, self.wanted.clone());
+        if let (Some(hold), Some(encoded)) = (&self.hold, encoded) {
+            let bytes = FRAME_BYTES + encoded.len();
+            match hold.keep(outgoing, bytes).await {
                 Ok(()) => return Ok(()),
                 Err(released) => outgoing = released,
             }
@@ -200,7 +204,7 @@ impl Reply {
     #[must_use]
     pub fn held(&self) -> (Self, Hold) {
         let hold = Hold(Arc::new(Held {
-            waiting: tokio::sync::Mutex::new(Some(Vec::new())),
+            waiting: tokio::sync::Mutex::new(Some(Default::default())),
             released: CancellationToken::new(),
         }));
         let reply = Self {
@@ -216,7 +220,7 @@ impl Reply {
     /// As [`send`](Self::send).
     pub async fn release(&self, hold: &Hold) -> Result<(), FrameError> {
         let mut waiting = hold.0.waiting.lock().await;
-        for outgoing in waiting.take().unwrap_or_default() {
+        for outgoing in waiting.take().unwrap_or_default().0 {
             self.queue(outgoing).await?;
         }
         hold.0.released.cancel();
@@ -735,8 +739,12 @@ const REFUSED_AT_ONCE: usize = 8;
 /// Messages that wait to be written; then their sender waits.
 const FRAMES_QUEUED: usize = 8;
 
-/// Messages that wait for a client that has not asked yet; then their sender waits. Our choice: some 3 s of sound, 128 KiB.
-const FRAMES_HELD: usize = 64;
+/// Memory of messages that wait for a client that has not asked yet; then their sender waits. Our choice: some 2.5 s of
+/// sound.
+pub const HELD_KIB: u32 = 128;
+
+/// What a message takes beside its text and samples. Our choice, as a map of a few fields.
+const FRAME_BYTES: usize = 1 << 10;
 
 /// Pause after an accept that failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -1,6 +1,11 @@
 //! Formats of external input.
 
-use std::{io::Write as _, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    io::Write as _,
+    net::SocketAddr,
+    sync::{Arc, LazyLock},
+    time::Duration,
+};
 
 use cotenant::{
     causes::in_one_line,
@@ -11,8 +16,9 @@ use cotenant::{
         self, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
-            ModelInfo, ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream,
-            StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice,
+            ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend, SpeechRequest,
+            SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage,
+            Voice,
         },
     },
     policy::snapshot::Snapshot,
@@ -612,7 +618,14 @@ impl SpeechBackend for Willing {
     }
 }
 
+static ANSWERS: LazyLock<RunningAnswers> =
+    LazyLock::new(|| RunningAnswers::new(tokio::sync::watch::channel(Arc::default()).1));
+
 impl StatusBackend for Willing {
+    fn answers(&self) -> &RunningAnswers {
+        &ANSWERS
+    }
+
     fn snapshot(&self) -> Arc<Snapshot> {
         Arc::new(Snapshot::default())
     }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures_util::future::BoxFuture;
 use tokio::{
     sync::{OwnedSemaphorePermit, mpsc},
     task::JoinHandle,
@@ -21,7 +22,9 @@ use cotenant_conversation::refusals::{at_limit, invalid};
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
     resample::Resampler,
-    server::{self, Activity, BAD_REQUEST, Hold, NOT_SUPPORTED, Reply, Session, SessionError},
+    server::{
+        self, Activity, BAD_REQUEST, HELD_KIB, Hold, NOT_SUPPORTED, Reply, Session, SessionError,
+    },
     voice_activity::{VoiceDetector, VoiceEdge, comes_as_spoken},
     wyoming::{
         AudioFormat, Event,
@@ -50,6 +53,9 @@ struct Early {
     job: Job,
     ask: Ask,
     hold: Hold,
+    /// The memory of held answers.
+    _room: OwnedSemaphorePermit,
+    unwanted: BoxFuture<'static, ()>,
 }
 
 /// A text in pieces.
@@ -153,14 +159,17 @@ impl Connection {
         let Some(VoiceEdge::Paused(_)) = edges.last() else {
             return;
         };
-        let Some((audio, held)) = self
+        let copied = self
             .recording
             .as_ref()
             .filter(|_| self.job.is_none())
-            .and_then(|recording| recording.copied(&self.api))
-        else {
+            .and_then(|recording| recording.copied(&self.api));
+        let room = Arc::clone(&self.api.0.audio).try_acquire_many_owned(HELD_KIB);
+        let (Some((audio, held)), Ok(room)) = (copied, room) else {
             return;
         };
+        // From here on it is given up for others.
+        let unwanted = self.api.0.answers.unwanted();
         let begin = Input::Audio {
             audio,
             held: Some(held),
@@ -169,7 +178,13 @@ impl Connection {
         let (reply, hold) = reply.held();
         let (ask, asked) = Asked::later();
         let job = self.run(begin, self.last_stage(), reply, asked);
-        self.early = Some(Early { job, ask, hold });
+        self.early = Some(Early {
+            job,
+            ask,
+            hold,
+            _room: room,
+            unwanted,
+        });
     }
 
     /// Takes up the work that was done ahead, if it has not failed.
@@ -401,12 +416,19 @@ impl Session for Connection {
     }
 
     async fn progress(&mut self) -> Result<(), SessionError> {
-        let Some(job) = &mut self.job else {
-            return std::future::pending().await;
-        };
-        let done = job.end().await;
-        self.job = None;
-        done
+        match (&mut self.job, &mut self.early) {
+            (Some(job), _) => {
+                let done = job.end().await;
+                self.job = None;
+                done
+            }
+            (None, Some(early)) => {
+                (&mut early.unwanted).await;
+                self.early = None;
+                Ok(())
+            }
+            (None, None) => std::future::pending().await,
+        }
     }
 
     fn activity(&self) -> Activity {

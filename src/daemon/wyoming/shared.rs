@@ -169,8 +169,8 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// All utterances that are being recorded, in KiB: nearly nine of a minute at 16 kHz. Our choice; it comes out of the
-/// reserve.
+/// All utterances that are being recorded, with the answers that are held for them, in KiB: nearly nine of a minute at
+/// 16 kHz. Our choice; it comes out of the reserve.
 pub(super) const AUDIO_KIB_MAX: usize = 16 << 10;
 
 /// Codes of HTTP, so that one metric serves all APIs: done, invalid, not now, and abandoned by the client.

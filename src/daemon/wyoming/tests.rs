@@ -2,7 +2,10 @@
 
 mod stage;
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
@@ -10,8 +13,10 @@ use tokio::{io::AsyncWriteExt as _, time::timeout};
 use cotenant_config::WyomingConfig;
 use cotenant_conversation::refusal::Refusal;
 use cotenant_http::backend::VoiceWish;
+use cotenant_policy::{pressure::PressureLevel, snapshot::Snapshot};
 use cotenant_speech::{
     audio::pcm_bytes,
+    server::HELD_KIB,
     voice_activity::EarlyPause,
     wyoming::{
         AudioFormat, Event, Frame, Voice,
@@ -19,7 +24,7 @@ use cotenant_speech::{
         write_frame,
     },
 };
-use cotenant_units::{Tokens, lock::locked};
+use cotenant_units::{Bytes, Tokens, lock::locked};
 use stage::*;
 
 #[tokio::test]
@@ -626,6 +631,50 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_an_utterance_and_given_
         "{metrics}"
     );
     assert!(!metrics.contains(&counted(499)), "{metrics}");
+}
+
+#[tokio::test]
+async fn what_is_done_ahead_is_given_up_for_memory_and_for_requests_and_done_at_the_end() {
+    let served = served(settings()).await;
+    let script = &served.script;
+    let mut client = served.connect().await;
+    client.say(pipeline("asr", "tts")).await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    let room = served.api.0.audio.available_permits();
+    let short = |level, coming_back| {
+        let mut state = Snapshot::default();
+        state.pressure.level = level;
+        state.memory.coming_back = coming_back;
+        Some(state)
+    };
+    let cases = [
+        short(PressureLevel::Elevated, Bytes::ZERO),
+        short(PressureLevel::Normal, Bytes::new(1)),
+        None,
+    ];
+    for (asked, short) in (1..).zip(cases) {
+        client.say(audio_start(format)).await;
+        served.hears("turn on the light");
+        served.answers(vec![Step::Say("It is"), Step::Hang]);
+        sound(&mut client, 250, 200).await;
+        until(|| script.generating.load(Ordering::SeqCst) == 1).await;
+        // the audio, and the answer that is held
+        let held = room - served.api.0.audio.available_permits();
+        assert_eq!(held, 15 + HELD_KIB as usize);
+        match short {
+            Some(short) => drop(served.states.send_replace(Arc::new(short))),
+            None => served.api.0.answers.make_way(),
+        }
+        until(|| script.generating.load(Ordering::SeqCst) == 0).await;
+        until(|| room - served.api.0.audio.available_permits() == 15).await;
+        served.states.send_replace(Arc::default());
+        served.hears("turn on the light");
+        served.answers(vec![Step::Say("It is done.")]);
+        client.say(Event::AudioStop(AudioStop::default())).await;
+        client.until("audio-stop").await;
+        let asked = &script.asked.lock().unwrap()[..2 * asked];
+        assert!(!asked.last().unwrap().meta.early);
+    }
 }
 
 #[tokio::test]

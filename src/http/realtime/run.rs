@@ -46,7 +46,7 @@ impl Run {
     /// Begins the answer to a request.
     pub(super) fn begin(api: &Api, mut request: ChatRequest, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
-        request.meta.part_of = api.backends().status.begin_answer();
+        request.meta.part_of = api.backends().status.answers().begin();
         let work = Work {
             api: api.clone(),
             meta: request.meta.clone(),

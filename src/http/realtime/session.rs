@@ -43,7 +43,7 @@ enum Happening {
     Came(Option<Result<Message, Error>>),
     Step(Option<Step>),
     Recognised(Option<Recognised>),
-    /// The text of a turn that has probably ended; `None` after a failure.
+    /// The text of a turn that has probably ended; `None` if what is done ahead is given up.
     Early(Option<String>),
     Shutdown,
     Time,
@@ -177,7 +177,7 @@ impl Session {
         let deadline = self.deadline();
         let run = self.active.as_mut().and_then(|active| active.run.as_mut());
         let hearing = self.hearing.as_mut();
-        let early = self.early.as_mut().filter(|early| !early.is_heard);
+        let early = self.early.as_mut();
         tokio::select! {
             sent = self.outbox.send(sink), if !self.outbox.is_sent() => Happening::Sent(sent),
             // a client that does not read is not listened to either

@@ -1,6 +1,10 @@
 //! OpenAI's Realtime API over a real WebSocket, with scripted backends.
 
-use std::{net::SocketAddr, sync::atomic::Ordering, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
@@ -30,7 +34,7 @@ use tokio_tungstenite::{
 
 use super::{
     client::{Connection, get, post_json, request},
-    script::{Open, Step, delta, engine_lost, failed, finished, open, open_with, started},
+    script::{Answers, Open, Step, delta, engine_lost, failed, finished, open, open_with, started},
 };
 
 /// Longer than any event; only a hang reaches it.
@@ -461,6 +465,36 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_a_turn_and_given_at_its
     let last = chats.last().unwrap();
     assert_eq!(contents(last)[0], "be kind");
     assert!(!last.meta.early);
+}
+
+#[tokio::test]
+async fn an_answer_begun_early_is_given_up_for_memory_and_for_requests_and_begun_at_the_end() {
+    let open = open().await;
+    let mut client = Client::open(&open).await;
+    let script = &open.script;
+    let Answers(states, answers) = &script.answers;
+    for round in 0..2 {
+        script.answer([started(), delta("It is "), Step::Hang]);
+        client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
+        worked(&open, 2 * round + 1, 2 * round + 1, round).await;
+        if round == 0 {
+            let mut short = Snapshot::default();
+            short.memory.coming_back = Bytes::new(1);
+            states.send_replace(Arc::new(short));
+        } else {
+            answers.make_way();
+        }
+        script.all_dropped().await;
+        states.send_replace(Arc::default());
+        script.answer([started(), delta("It is done."), finished()]);
+        client.append(&quiet(400)).await;
+        let done = client.until("response.done").await.pop().unwrap();
+        assert_eq!(done["response"]["status"], "completed");
+        worked(&open, 2 * round + 2, 2 * round + 2, round + 1).await;
+        assert!(!script.chats.lock().unwrap().last().unwrap().meta.early);
+        // for the next turn: audio that comes faster than it is spoken is a file
+        tokio::time::sleep(Duration::from_millis(900)).await;
+    }
 }
 
 #[tokio::test]

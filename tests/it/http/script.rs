@@ -15,9 +15,9 @@ use cotenant::{
         Access, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
-            ModelInfo, ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream,
-            StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice,
-            VoiceWish, Weights,
+            ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend, SpeechRequest,
+            SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage,
+            Voice, VoiceWish, Weights,
         },
         serve,
     },
@@ -59,12 +59,27 @@ pub(super) struct Script {
     pub(super) speech_rate: Mutex<Option<u32>>,
     pub(super) speech: Mutex<Vec<Result<Vec<i16>, Refusal>>>,
     pub(super) snapshot: Mutex<Snapshot>,
+    pub(super) answers: Answers,
     pub(super) refused_twice: AtomicUsize,
     pub(super) ended: Mutex<Vec<(String, u16)>>,
     pub(super) request_ended: Notify,
     pub(super) first_tokens: AtomicUsize,
     pub(super) live: AtomicUsize,
     pub(super) dropped: Notify,
+}
+
+/// The answers that run, and the state that they see.
+pub(super) struct Answers(
+    pub(super) watch::Sender<Arc<Snapshot>>,
+    pub(super) RunningAnswers,
+);
+
+impl Default for Answers {
+    fn default() -> Self {
+        let states = watch::Sender::default();
+        let answers = RunningAnswers::new(states.subscribe());
+        Self(states, answers)
+    }
 }
 
 impl Script {
@@ -327,6 +342,10 @@ struct ScriptedStatus {
 }
 
 impl StatusBackend for ScriptedStatus {
+    fn answers(&self) -> &RunningAnswers {
+        &self.script.answers.1
+    }
+
     fn snapshot(&self) -> Arc<Snapshot> {
         Arc::new(self.script.snapshot.lock().unwrap().clone())
     }

@@ -16,7 +16,7 @@ use tokio::{
         UnixStream,
         unix::{OwnedReadHalf, OwnedWriteHalf},
     },
-    sync::Notify,
+    sync::{Notify, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -33,6 +33,7 @@ use cotenant_http::backend::{
     RunningAnswers, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
     Usage,
 };
+use cotenant_policy::snapshot::Snapshot;
 use cotenant_speech::{
     client::Endpoint,
     server::{Server, ServerLimits},
@@ -167,6 +168,8 @@ impl ChatBackend for Script {
 // ---- the API ----
 
 pub(super) struct Served {
+    /// What the arbiter reports.
+    pub(super) states: watch::Sender<Arc<Snapshot>>,
     pub(super) folder: tempfile::TempDir,
     pub(super) script: Arc<Script>,
     pub(super) metrics: Arc<Metrics>,
@@ -196,6 +199,7 @@ pub(super) fn settings() -> WyomingConfig {
 pub(super) async fn served(settings: WyomingConfig) -> Served {
     let script = Arc::new(Script::default());
     let metrics = Arc::new(Metrics::new());
+    let states = watch::Sender::new(Arc::default());
     let backends = Backends {
         speech: Some(Arc::clone(&script) as Arc<dyn SpeechBackend>),
         chat: Some((
@@ -206,9 +210,7 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
         tts: None,
         metrics: Arc::clone(&metrics),
         tracer: Tracer::default(),
-        answers: Arc::new(RunningAnswers::new(
-            tokio::sync::watch::channel(Arc::default()).1,
-        )),
+        answers: Arc::new(RunningAnswers::new(states.subscribe())),
     };
     let folder = tempfile::tempdir().unwrap();
     // Description of the voice from an earlier run.
@@ -246,6 +248,7 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
     let stop = CancellationToken::new();
     tokio::spawn(server.run(api.clone(), stop.clone()));
     Served {
+        states,
         api,
         folder,
         script,

@@ -38,6 +38,7 @@ impl Session {
             Ok((hearing, place)) => Some(Early {
                 hearing,
                 is_heard: false,
+                unwanted: self.api.backends().status.answers().unwanted(),
                 answer: None,
                 span,
                 memory: utterance.memory,
@@ -276,9 +277,14 @@ impl Session {
 }
 
 impl Early {
-    /// The text of the turn; `None` if it cannot be had. May be dropped and called again.
+    /// The text of the turn; `None` if it cannot be had, or all of this is to be given up. May be dropped and called
+    /// again.
     pub(super) async fn heard(&mut self) -> Option<String> {
-        self.hearing.whole().await.map(str::to_owned)
+        tokio::select! {
+            biased;
+            () = &mut self.unwanted => None,
+            text = self.hearing.whole(), if !self.is_heard => text.map(str::to_owned),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
+use futures_util::future::BoxFuture;
 use serde_json::Value;
 use tokio::{sync::OwnedSemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -92,6 +93,7 @@ pub(super) struct Said {
 pub(super) struct Early {
     pub(super) hearing: Hearing,
     pub(super) is_heard: bool,
+    pub(super) unwanted: BoxFuture<'static, ()>,
     pub(super) answer: Option<Ahead>,
     pub(super) span: Span,
     pub(super) memory: Option<OwnedSemaphorePermit>,
