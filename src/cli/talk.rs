@@ -54,7 +54,9 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     let client = WyomingClient::new(args.uri.clone(), ClientTimeouts::default());
     let failed = |error: ClientError| CliError::failed("cannot talk", error);
     let mut exchange = client.open().await.map_err(failed)?;
-    request_pipeline(&mut exchange).await.map_err(failed)?;
+    request_pipeline(&mut exchange, "asr")
+        .await
+        .map_err(failed)?;
     let spoken = utter(&mut exchange, &recording, Pace::AtOnce)
         .await
         .map_err(failed)?;
@@ -113,10 +115,13 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     }
 }
 
-/// Requests the whole pipeline from speech to speech.
-pub(super) async fn request_pipeline(exchange: &mut Exchange) -> Result<(), ClientError> {
+/// Requests the pipeline from this stage to speech.
+pub(super) async fn request_pipeline(
+    exchange: &mut Exchange,
+    from: &str,
+) -> Result<(), ClientError> {
     let pipeline = RunPipeline {
-        start_stage: "asr".to_owned(),
+        start_stage: from.to_owned(),
         end_stage: "tts".to_owned(),
     };
     exchange.send(Event::RunPipeline(pipeline)).await

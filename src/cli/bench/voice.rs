@@ -2,19 +2,24 @@
 //!
 //! Real engines: flite speaks the commands, pocketsphinx recognises them, the demo model answers, flite speaks the
 //! answer. Each command is asked alone first; beside the neighbour the words must be the same.
+//!
+//! With `--clients` several speakers take turns on one LLM. They send text, since only that carries the name of a
+//! conversation over Wyoming, and interrupt an answer once it sounds.
 
 use std::{
     collections::BTreeMap,
-    path::Path,
+    fs,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{daemon, load, report::milliseconds};
 use crate::{
     Output, demo,
     output::{self, Column, Table},
+    quantity,
     stage::{Process, Stage, places},
     talk::{Pace, Spoken, request_pipeline, utter},
 };
@@ -23,7 +28,11 @@ use cotenant_rpc::v1::{
 };
 use cotenant_speech::{
     audio::MonoAudio,
-    client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
+    client::{ClientError, ClientTimeouts, Endpoint, Exchange, WyomingClient},
+    wyoming::{
+        Event,
+        event::{Ping, Transcript},
+    },
 };
 use cotenant_threads::blocking;
 use cotenant_units::Bytes;
@@ -32,13 +41,23 @@ use cotenant_units::causes::in_one_line;
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]
 pub struct VoiceArgs {
-    /// Utterances in each of the two parts.
+    /// Utterances in each of the two parts; with `--clients`, changes of the speaker.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
     /// Send audio as a microphone does, with 500 ms of silence before its end: clients that look for the end of speech
     /// send as much.
     #[arg(long)]
     pub live: bool,
+    /// So many speakers take turns, two each time, each in a conversation of its own: a speaker is `cold` at first,
+    /// `switched` after others have spoken, and `warm` in its second turn.
+    #[arg(long, value_name = "N", conflicts_with = "live", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub clients: Option<u32>,
+    /// The model that answers, instead of the one of the demonstration. Its answers are not compared.
+    #[arg(long, value_name = "FILE")]
+    pub model: Option<PathBuf>,
+    /// Memory that the neighbour takes.
+    #[arg(long, value_name = "BYTES", default_value = "160MiB", value_parser = quantity::some)]
+    pub neighbour: Bytes,
 }
 
 /// Sentences of the grammar that the stage brings.
@@ -51,13 +70,12 @@ const COMMANDS: [&str; 6] = [
     "good night",
 ];
 
-/// All memory of the session, and its reserve: as in the demonstration.
+/// All memory of the session, and its reserve: as in the demonstration. Another model adds one and a half times its
+/// file, for its context.
 const TOTAL: Bytes = Bytes::from_mib(300);
 const RESERVE: Bytes = Bytes::from_mib(56);
 
-/// Memory that the neighbour takes without a lease, its rate per second, and how long it keeps it.
-const NEIGHBOUR: Bytes = Bytes::from_mib(160);
-const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(160);
+/// How long the neighbour keeps its memory, which it takes without a lease.
 const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 
 /// Time between two neighbours, in which the engine grows back.
@@ -72,14 +90,28 @@ const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Times of one part, ascending once it is done.
-#[derive(Default)]
-struct Part {
-    heard: Vec<Duration>,
-    first_text: Vec<Duration>,
-    first_audio: Vec<Duration>,
-    described: Vec<Duration>,
-}
+/// What is waited for in a turn, as a table and as JSON name it.
+const STAGES: [(&str, &str); 4] = [
+    ("transcript", "heardMs"),
+    ("first text", "firstTextMs"),
+    ("first sound", "firstAudioMs"),
+    DESCRIBED,
+];
+const DESCRIBED: (&str, &str) = ("`describe`, meanwhile", "describeMs");
+
+/// The same where several speakers take turns.
+const TURNS: [(&str, &str); 7] = [
+    ("cold: first token", "coldFirstTokenMs"),
+    ("cold: first sound", "coldFirstAudioMs"),
+    ("switched: first token", "switchedFirstTokenMs"),
+    ("switched: first sound", "switchedFirstAudioMs"),
+    ("warm: first token", "warmFirstTokenMs"),
+    ("warm: first sound", "warmFirstAudioMs"),
+    DESCRIBED,
+];
+
+/// Times of one part for each of these, ascending once it is done.
+type Part<const N: usize> = [Vec<Duration>; N];
 
 /// Runs the benchmark and prints its figures.
 ///
@@ -87,7 +119,10 @@ struct Part {
 /// When the daemon or a worker does not come up, a request fails, or an answer differs.
 pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> {
     let reading = load::Reading::now();
-    let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
+    let model = args.model.as_ref().map(std::path::absolute).transpose();
+    let model = model.map_err(|error| error.to_string())?;
+    let stage = Stage::set(|folder| configuration(folder, model.as_deref()))
+        .map_err(|error| error.to_string())?;
     let problem = daemon::last_words(&stage);
     let mut operator = OperatorServiceClient::new(daemon::connected(&stage, PATIENCE).await?);
     daemon::until(&mut operator, PATIENCE, ready)
@@ -95,12 +130,28 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         .map_err(&problem)?;
     let socket = stage.socket().with_file_name("wyoming.sock");
     let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
+    if let Some(clients) = args.clients {
+        let mut number = 0;
+        let part = async || {
+            number += 1;
+            turns(&client, clients, args.rounds, number).await
+        };
+        let (parts, sheds) = both(&mut operator, &client, args.neighbour, part)
+            .await
+            .map_err(&problem)?;
+        let rounds = args.rounds;
+        let what = format!("{clients} speakers, {rounds} changes each; {sheds} sheds meanwhile");
+        let document = json!({
+            "clients": clients, "rounds": rounds, "alone": null, "besideNeighbour": null, "sheds": sheds,
+        });
+        return print(format, TURNS, &parts, &what, document, &reading);
+    }
     let recordings = recordings(&client).await.map_err(&problem)?;
     let mut exchange = client
         .open()
         .await
         .map_err(|error| problem(in_one_line(&error)))?;
-    request_pipeline(&mut exchange)
+    request_pipeline(&mut exchange, "asr")
         .await
         .map_err(|error| problem(in_one_line(&error)))?;
 
@@ -123,51 +174,37 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         false => Pace::AtOnce,
     };
     let mut different = Vec::new();
-    let mut part = async |different: &mut Vec<String>| {
-        let mut part = Part::default();
-        for round in 0..args.rounds {
-            let place = usize::try_from(round).unwrap_or(0) % recordings.len().max(1);
-            let Some((command, recording)) = recordings.get(place) else {
-                break;
-            };
+    let part = async || {
+        let [mut heard, mut text, mut audio, described] = Part::default();
+        for (command, recording) in recordings.iter().cycle().take(as_len(args.rounds)) {
             let spoken = one(&mut exchange, recording, pace).await?;
-            if spoken.heard != *command || said.get(command) != Some(&spoken.answer) {
+            // other models draw their tokens
+            let same = model.is_some() || said.get(command) == Some(&spoken.answer);
+            if spoken.heard != *command || !same {
                 different.push(format!(
                     "{command}: heard `{}`, answered `{}`",
                     spoken.heard, spoken.answer
                 ));
             }
-            part.heard.push(spoken.heard_after);
-            part.first_text.extend(spoken.first_text_after);
-            part.first_audio.extend(spoken.first_audio_after);
+            heard.push(spoken.heard_after);
+            text.extend(spoken.first_text_after);
+            audio.extend(spoken.first_audio_after);
         }
-        Ok::<_, String>(part)
+        Ok([heard, text, audio, described])
     };
-    let alone = describing(&client, part(&mut different))
+    let (parts, sheds) = both(&mut operator, &client, args.neighbour, part)
         .await
         .map_err(&problem)?;
-    let before = status(&mut operator).await?;
-    let squeezed = async {
-        daemon::until(&mut operator, PATIENCE, |status| {
-            sheds(status) > sheds(&before)
-        })
-        .await?;
-        describing(&client, part(&mut different)).await
-    };
-    let beside = tokio::select! {
-        part = squeezed => part.map_err(&problem)?,
-        failed = neighbours() => return Err(failed),
-    };
-    let after = status(&mut operator).await?;
-    let meanwhile = sheds(&after).saturating_sub(sheds(&before));
-    print(
-        format,
-        args,
-        (alone, beside),
-        meanwhile,
-        different.len(),
-        reading.foreign_percent(),
-    )?;
+    let (rounds, wrong) = (args.rounds, different.len());
+    let compared = if model.is_some() { 0 } else { 2 * rounds };
+    let what = format!(
+        "{rounds} utterances each; {sheds} sheds meanwhile; {compared} answers compared, {wrong} different"
+    );
+    let document = json!({
+        "rounds": rounds, "alone": null, "besideNeighbour": null, "sheds": sheds,
+        "answersCompared": compared, "answersDifferent": wrong,
+    });
+    print(format, STAGES, &parts, &what, document, &reading)?;
     if !different.is_empty() {
         return Err(format!("answers differ: {different:?}"));
     }
@@ -205,11 +242,111 @@ async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAud
     Ok(recordings)
 }
 
-/// Sends `describe` repeatedly, each time on a new connection, while `part` runs.
-async fn describing(
+/// Does the same alone and beside neighbours; returns the times of both, and the sheds of the latter.
+async fn both<const N: usize>(
+    operator: &mut Operator,
     client: &WyomingClient,
-    part: impl Future<Output = Result<Part, String>>,
-) -> Result<Part, String> {
+    neighbour: Bytes,
+    mut part: impl AsyncFnMut() -> Result<Part<N>, String>,
+) -> Result<([Part<N>; 2], u64), String> {
+    let alone = describing(client, part()).await?;
+    let before = sheds(&status(operator).await?);
+    let squeezed = async {
+        daemon::until(operator, PATIENCE, |status| sheds(status) > before).await?;
+        describing(client, part()).await
+    };
+    let beside = tokio::select! {
+        part = squeezed => part?,
+        failed = neighbours(neighbour) => return Err(failed),
+    };
+    let after = sheds(&status(operator).await?);
+    Ok(([alone, beside], after.saturating_sub(before)))
+}
+
+/// Speakers in conversations of their own: each has two turns before the next one.
+async fn turns(
+    client: &WyomingClient,
+    clients: u32,
+    changes: u32,
+    part: u32,
+) -> Result<Part<7>, String> {
+    let mut speakers = Vec::new();
+    for number in 1..=clients {
+        let mut exchange = client.open().await.map_err(|error| in_one_line(&error))?;
+        request_pipeline(&mut exchange, "handle")
+            .await
+            .map_err(|error| in_one_line(&error))?;
+        speakers.push((format!("speaker {number} in part {part}"), exchange));
+    }
+    let [mut cold, mut switched, mut warm] = [(); 3].map(|()| (Vec::new(), Vec::new()));
+    let mut commands = COMMANDS.iter().cycle();
+    for change in 0..changes {
+        let Some((name, exchange)) = speakers.get_mut(as_len(change % clients)) else {
+            break;
+        };
+        let first = match change {
+            new if new < clients => &mut cold,
+            _ if clients > 1 => &mut switched,
+            _ => &mut warm,
+        };
+        let (token, sound) = turn(exchange, name, commands.next()).await?;
+        first.0.push(token);
+        first.1.push(sound);
+        let (token, sound) = turn(exchange, name, commands.next()).await?;
+        warm.0.push(token);
+        warm.1.push(sound);
+    }
+    let [(a, b), (c, d), (e, f)] = [cold, switched, warm];
+    Ok([a, b, c, d, e, f, Vec::new()])
+}
+
+/// A turn in the conversation of this name, whose answer is interrupted; the times to its first token and sound.
+async fn turn(
+    exchange: &mut Exchange,
+    name: &str,
+    command: Option<&&str>,
+) -> Result<(Duration, Duration), String> {
+    let failed = |error: ClientError| in_one_line(&error);
+    let said = Transcript {
+        text: format!("{name}: {}", command.unwrap_or(&"")),
+        language: None,
+        context: Some(Map::from_iter([(
+            "conversation_id".to_owned(),
+            json!(name),
+        )])),
+    };
+    let began = Instant::now();
+    let mut token = None;
+    exchange
+        .send(Event::Transcript(said))
+        .await
+        .map_err(failed)?;
+    let sound = loop {
+        match exchange.receive().await.map_err(failed)? {
+            Event::HandledChunk(_) => {
+                token.get_or_insert_with(|| began.elapsed());
+            }
+            Event::AudioChunk(_) => break began.elapsed(),
+            Event::NotHandled(reason) => return Err(reason.text.unwrap_or_default()),
+            Event::AudioStop(_) => return Err(format!("`{name}` was not answered aloud")),
+            _ => {}
+        }
+    };
+    // the next turn begins when nothing of this one is left
+    request_pipeline(exchange, "handle").await.map_err(failed)?;
+    exchange
+        .send(Event::Ping(Ping::default()))
+        .await
+        .map_err(failed)?;
+    while !matches!(exchange.receive().await.map_err(failed)?, Event::Pong(_)) {}
+    Ok((token.unwrap_or(sound), sound))
+}
+
+/// Sends `describe` repeatedly, each time on a new connection, while `part` runs.
+async fn describing<const N: usize>(
+    client: &WyomingClient,
+    part: impl Future<Output = Result<Part<N>, String>>,
+) -> Result<Part<N>, String> {
     let mut described = Vec::new();
     let asking = async {
         loop {
@@ -225,22 +362,18 @@ async fn describing(
         part = part => part?,
         failed = asking => return Err(failed),
     };
-    part.described = described;
-    for times in [
-        &mut part.heard,
-        &mut part.first_text,
-        &mut part.first_audio,
-        &mut part.described,
-    ] {
-        times.sort_unstable();
+    if let Some(last) = part.last_mut() {
+        *last = described;
     }
+    part.iter_mut().for_each(|times| times.sort_unstable());
     Ok(part)
 }
 
 /// Neighbours that come and go until this is dropped; returns only when none can be started.
-async fn neighbours() -> String {
+async fn neighbours(bytes: Bytes) -> String {
     loop {
-        let neighbour = match Process::ballast(NEIGHBOUR, NEIGHBOUR_RATE) {
+        // Per second, so that it takes one.
+        let neighbour = match Process::ballast(bytes, bytes) {
             Ok(neighbour) => neighbour,
             Err(error) => return format!("cannot start a neighbour: {error}"),
         };
@@ -254,33 +387,25 @@ async fn neighbours() -> String {
     }
 }
 
-fn print(
+fn print<const N: usize>(
     format: Output,
-    args: &VoiceArgs,
-    (alone, beside): (Part, Part),
-    sheds: u64,
-    different: usize,
-    foreign: Option<f64>,
+    rows: [(&str, &str); N],
+    [alone, beside]: &[Part<N>; 2],
+    what: &str,
+    mut document: Value,
+    reading: &load::Reading,
 ) -> Result<(), String> {
-    let compared = 2 * args.rounds;
+    let foreign = reading.foreign_percent();
     if format != Output::Table {
-        let part = |part: &Part| {
-            json!({
-                "heardMs": spread(&part.heard),
-                "firstTextMs": spread(&part.first_text),
-                "firstAudioMs": spread(&part.first_audio),
-                "describeMs": spread(&part.described),
-            })
+        let part = |part: &Part<N>| -> Map<String, Value> {
+            let keys = rows.iter().map(|(_, key)| (*key).to_owned());
+            keys.zip(part.iter().map(|times| spread(times))).collect()
         };
-        let document = json!({
-            "rounds": args.rounds,
-            "alone": part(&alone),
-            "besideNeighbour": part(&beside),
-            "sheds": sheds,
-            "answersCompared": compared,
-            "answersDifferent": different,
-            "foreignPercent": foreign,
-        });
+        if let Some(document) = document.as_object_mut() {
+            document.insert("alone".to_owned(), part(alone).into());
+            document.insert("besideNeighbour".to_owned(), part(beside).into());
+            document.insert("foreignPercent".to_owned(), json!(foreign));
+        }
         return output::write_json(format, &document)
             .map_err(|_| "the output is closed".to_owned());
     }
@@ -291,14 +416,11 @@ fn print(
         Column::Figure("BESIDE A NEIGHBOUR P50"),
         Column::Figure("P99"),
     ]);
-    for (what, alone, beside) in [
-        ("transcript", &alone.heard, &beside.heard),
-        ("first text", &alone.first_text, &beside.first_text),
-        ("first sound", &alone.first_audio, &beside.first_audio),
-        ("`describe`, meanwhile", &alone.described, &beside.described),
-    ] {
-        let cell =
-            |times: &[Duration], per_mille| format!("{:.1} ms", milliseconds(times, per_mille));
+    for (((what, _), alone), beside) in rows.into_iter().zip(alone).zip(beside) {
+        let cell = |times: &[Duration], per_mille| match times {
+            [] => "-".to_owned(),
+            times => format!("{:.1} ms", milliseconds(times, per_mille)),
+        };
         table.row([
             what.to_owned(),
             cell(alone, 500),
@@ -309,12 +431,14 @@ fn print(
     }
     let foreign = foreign.map_or_else(|| "unknown".to_owned(), |percent| format!("{percent:.0} %"));
     let text = format!(
-        "{}{} utterances each; {sheds} sheds meanwhile; {compared} answers compared, {different} different; others used \
-         {foreign} of the processors\n",
-        table.render(),
-        args.rounds
+        "{}{what}; others used {foreign} of the processors\n",
+        table.render()
     );
     output::write(&text).map_err(|_| "the output is closed".to_owned())
+}
+
+fn as_len(count: u32) -> usize {
+    usize::try_from(count).unwrap_or(usize::MAX)
 }
 
 fn spread(times: &[Duration]) -> Value {
@@ -343,8 +467,23 @@ fn ready(status: &GetStatusResponse) -> bool {
             .is_some_and(|engine| !engine.changing)
 }
 
-fn configuration(folder: &Path) -> String {
+fn configuration(folder: &Path, model: Option<&Path>) -> String {
     let (places, folder) = (places(folder), folder.display());
+    let (llm, total) = match model {
+        None => (
+            format!("path: {folder}/demo.gguf, name: demo, threads: 1, context: 65536"),
+            TOTAL,
+        ),
+        Some(model) => (
+            format!(
+                "path: {}, name: model, context: 8192",
+                json!(model.to_string_lossy())
+            ),
+            TOTAL.saturating_add(Bytes::new(
+                fs::metadata(model).map_or(0, |file| file.len() / 2 * 3),
+            )),
+        ),
+    };
     format!(
         "\
 budget:
@@ -354,8 +493,8 @@ budget:
   dwell: 500ms
   sample_max: 100ms
   fill_rate_max: 400MiB
-shedding: {{reclaim_min: 16MiB}}
-llm: {{path: {folder}/demo.gguf, name: demo, threads: 1, context: 65536, kv_floor: 512, mode: balanced}}
+shedding: {{reclaim_min: {reclaim}MiB}}
+llm: {{{llm}, kv_floor: 512, mode: balanced}}
 workers:
   - name: tts
     role: tts
@@ -368,7 +507,9 @@ workers:
 http: {{listen: none}}
 wyoming: {{listen: [\"unix://{folder}/wyoming.sock\"]}}
 {places}",
-        total = TOTAL.whole_mib(),
+        total = total.whole_mib(),
+        // above the hysteresis, a part of the whole
+        reclaim = (total.whole_mib() / 32).max(16),
         reserve = RESERVE.whole_mib(),
     )
 }
