@@ -1,15 +1,15 @@
-//! State of the engine: its phase, its plans, what its KV cache holds, and who waits for it.
+//! State of the engine: phase, plans, contents of the KV cache, and waiting operators.
 //!
 //! ```text
 //!   absent ── inspected ──► loading ── applied ──► ready ◄──► (plans, each with its revision)
 //!                              ▲                     │
-//!                              └── retry, memory ── failed ◄── the engine is gone
+//!                              └── retry, memory ── failed ◄── the engine has ended
 //! ```
 //!
 //! A failure is cured by another load, by reading the file again later, or only by a change ([`Cure`]).
 //!
-//! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
-//! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
+//! Its lease holds the maximum of the plan in force and all unanswered plans. Growth is booked before it is requested;
+//! a shed is credited with the answer, as far as the engine's own mappings confirm it.
 
 mod answer;
 
@@ -39,7 +39,7 @@ use cotenant_units::{Bytes, Timestamp, Tokens};
 
 pub(super) use self::answer::Confirmed;
 
-/// The engine as the arbiter knows it.
+/// The arbiter's view of the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct EngineControl {
     pub(super) params: Option<EngineParams>,
@@ -58,66 +58,66 @@ pub(super) struct EngineControl {
     requests: u32,
 }
 
-/// Why it failed.
+/// Reason of a failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Failure {
     reason: String,
-    /// What helps where only a change does; empty where the reason says it.
+    /// Remedy, if only a change helps; empty if the reason contains it.
     remedy: String,
 }
 
-/// The engine's place in its life.
+/// Phase of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
-    /// Nothing is configured, or the model's header was not read.
+    /// Not configured, or the model's header was not read.
     #[default]
     Absent,
-    /// Waits for memory, or loads since `asked_at`.
+    /// Waits for memory, or is being loaded since `asked_at`.
     Loading { asked_at: Option<Timestamp> },
-    /// Answers.
+    /// Serves requests.
     Ready,
-    /// Gone.
+    /// Ended after a failure.
     Failed(Retry),
 }
 
-/// When an engine that has failed is loaded again.
+/// Condition for loading a failed engine again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Retry {
     /// It failed too often, or there is nothing to load.
     Never,
     /// When the back-off is over.
     At(Timestamp),
-    /// When its model can be read again, and not before.
+    /// Once its model can be read again, and not before this time.
     WhenReadable(Timestamp),
-    /// The header of its model is read again then.
+    /// At this time, after reading the header of its model again.
     ReadAt(Timestamp),
     /// The header of its model is being read again.
     Reading,
 }
 
-/// Plans that are in force, or were asked for.
+/// Plans in force and requested.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Plans {
     pub(super) in_force: Option<EnginePlan>,
-    /// Plans asked and not answered, by revision.
+    /// Unanswered plans, by revision.
     #[serde(with = "crate::pairs")]
     pub(super) pending: BTreeMap<u64, Pending>,
-    /// Plans asked and never answered, or carried out in part: how much of them is in force is unknown.
+    /// Plans never answered, or carried out in part: an unknown share of each is in force.
     #[serde(with = "crate::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
-    /// The number of the last plan.
+    /// Revision of the last plan.
     pub(super) last: u64,
-    /// When to ask for a plan again to end the doubt.
+    /// Time to request a plan again, to clear `doubtful`.
     confirm_at: Option<Timestamp>,
 }
 
-/// A plan that has been asked for.
+/// A requested plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Pending {
     pub(super) plan: EnginePlan,
     pub(super) asked_at: Timestamp,
     pub(super) kind: PlanKind,
-    /// What the goal was before.
+    /// Bytes of the previous goal.
     pub(super) from: Bytes,
 }
 
@@ -128,39 +128,40 @@ pub(super) enum PlanKind {
     Regrow,
 }
 
-/// Tokens in the KV cache, as the engine reports them.
+/// Tokens in the KV cache, from the engine's reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct KvUse {
     /// Of the running answer.
     pub(super) used: Tokens,
     /// Of the last answer, while no request runs.
     pub(super) kept: Tokens,
-    /// That the running answer is about to use.
+    /// Expected use of the running answer.
     #[serde(default)]
     pub(super) expected: Tokens,
-    /// That the running answer may lose.
+    /// Droppable tokens of the running answer.
     pub(super) droppable: Tokens,
-    /// That it has lost.
+    /// Dropped tokens of the running answer.
     pub(super) dropped: Tokens,
-    /// What is held and was not touched yet: promised, and still in `MemAvailable`.
+    /// Bytes held but not touched yet: promised, and still part of `MemAvailable`.
     pub(super) untouched: Bytes,
-    /// Conversations beside the sequence, as they were at [`Self::at`].
+    /// Parked conversations, as of [`Self::at`].
     #[serde(default)]
     pub(super) beside: Vec<IdleConversation>,
     #[serde(default)]
     pub(super) at: Timestamp,
-    /// Capacity that a sequence needs, or is about to, and until when it is taken for that.
+    /// Capacity reserved for a sequence that needs it or is about to, and the end of the reservation.
     pub(super) pinned: Option<(Tokens, Timestamp)>,
 }
 
 impl KvUse {
-    /// What a running answer is about to use that may come to `most`: its prompt, and the next [`ANSWER_AHEAD`] tokens.
+    /// Returns the expected use of a running answer of at most `most` tokens: its prompt and the next [`ANSWER_AHEAD`]
+    /// tokens.
     pub(super) fn expected(used: Tokens, prompt: Tokens, most: Tokens) -> Tokens {
         Tokens::new(used.max(prompt).get().saturating_add(ANSWER_AHEAD)).min(most)
     }
 }
 
-/// How fast the engine is.
+/// Speed of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Pace {
     /// As measured when the model was loaded, and learned from answers; the figures of the field before.
@@ -177,29 +178,29 @@ impl Default for Pace {
     }
 }
 
-/// Instants before which nothing of a kind is asked again, because it failed, settles or is under way.
+/// Times before which a kind of change is not requested again: it failed, settles, or is in progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Blocked {
     /// A growth.
     pub(super) growth: Option<Timestamp>,
     /// A shed.
     pub(super) shed: Option<Timestamp>,
-    /// A smaller chunk: the one under way keeps the larger size at most, and asked again it would give nothing.
+    /// A smaller chunk: the one in progress keeps the larger size, so another request would free nothing.
     pub(super) chunk: Option<Timestamp>,
 }
 
-/// An operator who waits for the engine's answer to a plan.
+/// An operator waiting for the engine's answer to a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WaitingOperator {
     pub(super) ticket: Ticket,
     /// Of the plan.
     pub(super) revision: u64,
-    /// What the engine held before.
+    /// Bytes that the engine held before.
     pub(super) before: Bytes,
     pub(super) wish: Wish,
 }
 
-/// What an operator asked of the engine.
+/// An operator's request to the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Wish {
     Shed { asked: Bytes },
@@ -227,10 +228,10 @@ impl EngineControl {
         self.phase == Phase::Ready
     }
 
-    /// Takes the header of the model. Returns when it is loaded, where that is ahead.
+    /// Records the model's header. Returns the time of the load, if it is in the future.
     ///
-    /// A disk that answers and hangs again with each load, or a file that is another one at each, is not loaded again and
-    /// again.
+    /// The back-off continues: a disk that hangs again with each load, or a file that changes each time, does not cause
+    /// a loop of loads.
     pub(super) fn inspected(&mut self, shape: ModelShape, now: Timestamp) -> Option<Timestamp> {
         self.shape = Some(shape);
         if let Phase::Failed(Retry::At(at) | Retry::WhenReadable(at)) = self.phase
@@ -243,7 +244,7 @@ impl EngineControl {
         None
     }
 
-    /// Why it failed last, and when it is tried again; `None` once it is ready.
+    /// Returns the last failure and the time of the next attempt; `None` once the engine is ready.
     pub(super) fn failure(&self) -> Option<EngineFailure> {
         let failure = self.failure.as_ref()?;
         let next = match self.phase {
@@ -263,7 +264,7 @@ impl EngineControl {
         })
     }
 
-    /// Whether the header of its file is to be read again now; from then on it is being read.
+    /// Returns whether the file's header is due to be read again, and marks it as being read.
     pub(super) fn take_read(&mut self, now: Timestamp) -> bool {
         let due = matches!(self.phase, Phase::Failed(Retry::ReadAt(at)) if at <= now);
         if due {
@@ -272,14 +273,14 @@ impl EngineControl {
         due
     }
 
-    /// An operator has its file read again: what failed before does not delay the load that follows.
+    /// Marks the file as being read again by an operator's command: earlier failures do not delay the load.
     pub(super) fn read_again(&mut self) {
         if matches!(self.phase, Phase::Failed(_)) {
             self.phase = Phase::Failed(Retry::Reading);
         }
     }
 
-    /// Its model is not loaded until its file is read again.
+    /// Blocks loading until the file is read again.
     pub(super) fn refuse(&mut self, reason: String, remedy: &str) {
         self.failure = Some(Failure {
             reason,
@@ -297,7 +298,7 @@ impl EngineControl {
         }
     }
 
-    /// It is loaded into `lease`.
+    /// Starts loading into `lease`.
     pub(super) const fn load(&mut self, lease: LeaseId, now: Timestamp) {
         self.lease = Some(lease);
         self.phase = Phase::Loading {
@@ -305,7 +306,7 @@ impl EngineControl {
         };
     }
 
-    /// When its load is overdue; `None` once it has come up.
+    /// Returns the time at which the load is overdue; `None` once it has ended.
     pub(super) fn load_overdue_at(&self) -> Option<Timestamp> {
         let timeout = self.params.as_ref()?.load_timeout;
         match self.phase {
@@ -315,12 +316,12 @@ impl EngineControl {
         }
     }
 
-    /// When the workers are started even though it has not come up.
+    /// Returns the time until which workers wait for the engine.
     pub(super) fn holds_workers_until(&self, now: Timestamp) -> Option<Timestamp> {
         self.load_overdue_at().filter(|at| *at > now)
     }
 
-    /// It answers for the first time of its life. Returns `false` if it did before.
+    /// Marks the engine as ready. Returns `false` if it already was.
     pub(super) fn ready(&mut self, now: Timestamp) -> bool {
         if self.is_ready() {
             return false;
@@ -331,7 +332,8 @@ impl EngineControl {
         true
     }
 
-    /// It is gone, its lease and its plans with it; `left` is what reads keep that hang. Returns when it is loaded again.
+    /// Records the end of the engine, its lease and plans; `left` is memory kept by hanging reads. Returns the
+    /// condition of the next load.
     pub(super) fn failed(
         &mut self,
         reason: &str,
@@ -381,7 +383,7 @@ impl EngineControl {
         next
     }
 
-    /// Takes what the engine reports of its requests and its KV cache. Returns tokens that were lost since.
+    /// Records the engine's report on requests and its KV cache. Returns the tokens dropped since the last one.
     pub(super) fn activity(&mut self, requests: u32, kv: KvUse) -> u32 {
         let finished = self.requests > requests;
         let lost = kv.dropped.get().saturating_sub(self.kv.dropped.get());
@@ -398,25 +400,25 @@ impl EngineControl {
         self.shape.as_ref()
     }
 
-    /// Bytes of a plan; zero while the shape is unknown.
+    /// Returns the bytes of a plan; zero while the shape is unknown.
     pub(super) fn bytes_in(&self, plan: &EnginePlan) -> Bytes {
         let shape = self.shape.as_ref();
         shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
     }
 
-    /// From the goal to another plan.
+    /// Returns the change from the goal to another plan.
     pub(super) fn change_to(&self, plan: &EnginePlan) -> PlanChange {
         PlanChange::of(self.shape(), self.goal().unwrap_or(plan), plan)
     }
 
-    /// The plan that it has been asked for last, or that is in force.
+    /// Returns the plan requested last, or the one in force.
     pub(super) fn goal(&self) -> Option<&EnginePlan> {
         let last = self.plans.pending.last_key_value();
         last.map(|(_, pending)| &pending.plan)
             .or(self.plans.in_force.as_ref())
     }
 
-    /// The limits of every plan, with what the running sequence needs.
+    /// Returns the limits of all plans, including the needs of the running sequence.
     pub(super) fn limits(&self) -> Option<PlanLimits> {
         let in_force = self.plans.in_force.as_ref();
         let capacity = in_force.map_or(Tokens::ZERO, |plan| plan.kv_capacity);
@@ -424,7 +426,7 @@ impl EngineControl {
         let used = self.kv.used.max(self.kv.expected).max(pinned).min(capacity);
         let params = self.params.as_ref()?;
         let limits = PlanLimits::new(params, used).at_speed(self.pace.by);
-        // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
+        // Larger chunks are judged by measurements only, not by field values.
         Some(if self.pace.is_measured {
             limits.with_chunks_up_to(params.prefill_chunk_max)
         } else {
@@ -432,12 +434,12 @@ impl EngineControl {
         })
     }
 
-    /// Whether no request runs, so that no chunk of a prompt is under way.
+    /// Whether no request runs, so that no chunk of a prompt is in progress.
     pub(super) const fn is_idle(&self) -> bool {
         self.requests == 0
     }
 
-    /// Contents of the KV cache under the goal, for prices.
+    /// Returns the contents of the KV cache under the goal, for prices.
     pub(super) fn kv_contents(&self, now: Timestamp) -> KvContents {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let within = |tokens: Tokens| tokens.min(capacity);
@@ -464,7 +466,7 @@ impl EngineControl {
         contents
     }
 
-    /// Contents of the KV cache, for snapshots.
+    /// Returns the contents of the KV cache, for snapshots.
     pub(super) const fn kv_view(&self) -> KvView {
         KvView {
             used: self.kv.used,
@@ -474,7 +476,7 @@ impl EngineControl {
         }
     }
 
-    /// Capacity that tokens have touched: all but the last blocks.
+    /// Returns the capacity touched by tokens: all but the last blocks.
     fn touched(&self) -> Tokens {
         let (Some(shape), Some(in_force)) = (self.shape(), self.plans.in_force.as_ref()) else {
             return Tokens::ZERO;
@@ -487,12 +489,12 @@ impl EngineControl {
         Tokens::new((blocks - untouched).saturating_mul(tokens))
     }
 
-    /// Keeps a capacity for a sequence that needs it, or has asked for it and has not begun.
+    /// Reserves capacity for a sequence that needs it, or has requested it and not begun.
     pub(super) fn pin_capacity(&mut self, tokens: Tokens, now: Timestamp) {
         self.kv.pinned = Some((tokens, now + PINNED_FOR));
     }
 
-    /// Takes what was measured in place of the figures of the field.
+    /// Replaces the field values by measurements.
     pub(super) const fn calibrated(&mut self, calibration: Calibration) {
         let prefill = self.pace.by.prefill_ns_per_mib;
         self.pace = Pace {
@@ -504,7 +506,7 @@ impl EngineControl {
         }
     }
 
-    /// Learns how fast the engine is, by an answer that was given from end to end with the plan in force.
+    /// Learns the engine's speed from a complete answer with the plan in force.
     pub(super) fn timed(&mut self, timing: &Timing) {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
@@ -513,7 +515,7 @@ impl EngineControl {
             .bytes_without(&BTreeSet::new())
             .saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
-        // A prompt is read in chunks, each of which reads the streamed layers once: what is left is computing.
+        // With streamed layers, each chunk reads them once, so that prompt time is computing only if none are.
         if streamed == Bytes::ZERO {
             self.pace.by = self.pace.by.learn_prompt(timing, weights);
         }
@@ -522,7 +524,7 @@ impl EngineControl {
         }
     }
 
-    /// Tokens per second under a plan, in thousandths, once it was measured what the engine can do.
+    /// Returns the speed under a plan in thousandths of a token per second, once it was measured.
     pub(super) fn milli_tokens_per_s(&self, plan: Option<&EnginePlan>) -> Option<u64> {
         let (shape, plan) = self.shape.as_ref().zip(plan)?;
         let rate = self.pace.by.milli_tokens_per_s(shape, &plan.resident);
@@ -533,7 +535,8 @@ impl EngineControl {
         self.pace.by
     }
 
-    /// Bytes above the engine's floor, which it returns within milliseconds: (booked, touched). Zero during a plan change.
+    /// Returns the bytes above the engine's floor, which it returns within milliseconds: (booked, touched). Zero during
+    /// a plan change.
     pub(super) fn lends(&self) -> (Bytes, Bytes) {
         let plan = self.plans.in_force.as_ref();
         let plan = plan.filter(|_| self.is_ready() && self.plans.pending.is_empty());
@@ -550,7 +553,8 @@ impl EngineControl {
         Some(self.shape.as_ref()?.full_plan(&limits))
     }
 
-    /// What an answer loses because as much as `bytes` of its layers is read from disk for each token, µs.
+    /// Returns the additional wait of an answer because up to `bytes` of its layers are read from disk for each token,
+    /// µs.
     pub(super) fn streaming_us(&self, bytes: Bytes) -> u64 {
         let (Some(shape), Some(goal), Some(full), Some(limits)) =
             (&self.shape, self.goal(), self.full_plan(), self.limits())
@@ -565,7 +569,7 @@ impl EngineControl {
         waits[0].saturating_sub(waits[1])
     }
 
-    /// The least that it can hold, whatever runs.
+    /// Returns the smallest plan, regardless of running requests.
     pub(super) fn floor_plan(&self) -> Option<EnginePlan> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         Some(self.shape.as_ref()?.floor_plan(&limits))
@@ -575,12 +579,12 @@ impl EngineControl {
         Some(self.bytes_in(&self.floor_plan()?))
     }
 
-    /// The least and the most that its lease holds.
+    /// Returns the minimum and maximum size of its lease.
     pub(super) fn lease_bounds(&self) -> Option<(Bytes, Bytes)> {
         Some((self.floor_bytes()?, self.bytes_in(&self.full_plan()?)))
     }
 
-    /// The floor, while the engine is to be loaded, the first time or again.
+    /// Returns the floor while a load is pending.
     pub(super) fn returning(&self) -> Option<Bytes> {
         let comes = match self.phase {
             Phase::Loading { .. } => self.lease.is_none(),
@@ -590,10 +594,10 @@ impl EngineControl {
         if comes { self.floor_bytes() } else { None }
     }
 
-    /// The plan to ask for once more, when it is time to end the doubt: the one in force, or one that takes no more.
+    /// Returns the plan to request again when that is due: the one in force, or one that takes no more memory.
     ///
-    /// A running answer may have come to use the larger KV capacity of a plan that was carried out in part: then the engine
-    /// keeps that, and layers that would not fit beside it are not asked for.
+    /// A running answer may already use the larger KV capacity of a plan carried out in part: the engine then keeps
+    /// that capacity, and layers that would not fit beside it are not requested.
     pub(super) fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
         let plan = self.plans.take_unconfirmed(now)?;
         let capacity = self
@@ -617,7 +621,8 @@ impl EngineControl {
         Some(larger.unwrap_or(plan))
     }
 
-    /// Its share that is kept against every class: its floor, while it is loaded or comes back.
+    /// Returns the share that is reserved against every class: the floor, while the engine is loaded or a load is
+    /// pending.
     pub(super) fn keeps(&self) -> Option<Bytes> {
         if self.lease.is_some() {
             self.floor_bytes()
@@ -626,12 +631,12 @@ impl EngineControl {
         }
     }
 
-    /// Whether a shed may be asked of it.
+    /// Whether a shed may be requested.
     pub(super) fn can_shed(&self, now: Timestamp) -> bool {
         self.is_ready() && self.blocked.shed.is_none_or(|until| until <= now)
     }
 
-    /// Bytes for everything that is in force or asked: a plan on its way may hold parts of both.
+    /// Returns the bytes for all plans in force or requested: a plan in progress may hold parts of both.
     pub(super) fn needs(&self) -> Bytes {
         let in_force = self.plans.in_force.as_ref();
         let now = in_force.map_or(Bytes::ZERO, |plan| self.bytes_in(plan));
@@ -645,7 +650,7 @@ impl EngineControl {
             .fold(now, Bytes::max)
     }
 
-    /// Lets go of what was kept until now.
+    /// Removes expired reservations and blocks.
     pub(super) fn forget_past(&mut self, now: Timestamp) {
         self.kv.pinned = self.kv.pinned.filter(|(_, until)| *until > now);
         let Blocked {
@@ -658,7 +663,7 @@ impl EngineControl {
         }
     }
 
-    /// The last plan, if it was not answered in time.
+    /// Returns the last plan, if its answer is overdue.
     pub(super) fn overdue(&self, now: Timestamp) -> Option<(u64, Pending)> {
         let (revision, pending) = self.plans.pending.last_key_value()?;
         (self.answer_due(pending)? <= now).then(|| (*revision, pending.clone()))
@@ -669,7 +674,7 @@ impl EngineControl {
         (pending.kind != PlanKind::Load).then(|| pending.asked_at + timeout)
     }
 
-    /// When something of this is due.
+    /// Returns the next time at which something is due.
     pub(super) fn next_deadline(&self, now: Timestamp) -> Option<Timestamp> {
         self.params.as_ref()?;
         let last = self.plans.pending.last_key_value();
@@ -700,7 +705,7 @@ impl EngineControl {
 }
 
 impl Plans {
-    /// Everything that was asked for and may be in force, wholly or in part.
+    /// Returns all requested plans that may be in force, in whole or in part.
     fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
         self.pending
             .values()
@@ -708,7 +713,7 @@ impl Plans {
             .chain(self.doubtful.values())
     }
 
-    /// The answer to `revision` answers the plans before it.
+    /// Removes the plans up to `revision`: its answer covers the earlier ones.
     pub(super) fn settled(&mut self, revision: u64) {
         self.pending.retain(|other, _| *other > revision);
         self.doubtful.retain(|other, _| *other > revision);
@@ -717,7 +722,7 @@ impl Plans {
         }
     }
 
-    /// How much of a plan is in force is unknown.
+    /// Records that an unknown share of a plan is in force.
     pub(super) fn doubt(&mut self, revision: u64, plan: EnginePlan) {
         self.doubtful.retain(|_, other| *other != plan);
         self.doubtful.insert(revision, plan);
@@ -746,10 +751,10 @@ impl Plans {
 /// asks for more, and some sentences of speech where there is nothing more to have.
 const ANSWER_AHEAD: u32 = 128;
 
-/// The remedy where it failed too often, or was never read.
+/// Remedy after too many failures, or if the model was never read.
 const AGAIN: &str = "`cotenant load` tries it again";
 
-/// How long a capacity that a sequence needs, and the chunk that is under way, are not reclaimed again.
+/// Time for which a reserved capacity and the chunk in progress are not reclaimed again.
 const PINNED_FOR: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Events and actions of the arbiter.
 //!
-//! Events are its only input, so that a journal of them gives the same actions again. Asking for memory back frees
-//! nothing; the event that confirms it does.
+//! Events are the arbiter's only input: replaying a journal of events yields the same actions. A reclaim is credited by
+//! the event that confirms the release, not by the request.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{fmt, time::Duration};
@@ -26,32 +26,33 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-/// A conversation that the engine keeps beside the one that it computes.
+/// A parked conversation: its KV blocks are kept beside those of the running sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdleConversation {
     /// KV capacity that its end frees, in tokens.
     pub capacity: Tokens,
-    /// Tokens that a later prompt of it has to read again then.
+    /// Tokens that its next prompt has to recompute after that.
     pub tokens: Tokens,
-    /// How long it has waited for that prompt.
+    /// Time since its last answer.
     pub idle_ms: u64,
-    /// Whether another conversation is likely to have taken its place.
+    /// Whether another conversation has probably replaced it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub superseded: bool,
 }
 
-/// Something that happened.
+/// Input of the arbiter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
 pub enum Event {
-    /// The machine was read: first at the start, then as [`Action::SampleAfter`] says, and whenever a trigger fires.
+    /// A sample of the machine: at the start, after each [`Action::SampleAfter`], and when a PSI trigger fires.
     Sampled(Sample),
-    /// A holder was measured; `used` is `None` when it could not be, and zero when its process is gone.
+    /// A reading of a holder's memory; `used` is `None` if the reading failed, and zero if the process has ended.
     ///
-    /// Every [`Action::Measure`] is answered by one of these. All holders are measured at least once per second besides, as
-    /// close to a sample as can be: what the sample shows beyond their measurements is taken for an unmanaged process's.
+    /// Every [`Action::Measure`] is answered by one of these. In addition, every holder is measured at least once per
+    /// second, as close to a sample as possible: use in the sample beyond these readings is attributed to unmanaged
+    /// processes.
     Measured {
-        /// Name of the holder, as [`LeaseView::holder`] has it.
+        /// Name of the holder, as in [`LeaseView::holder`].
         tenant: String,
         /// Bytes that the kernel attributes to it.
         used: Option<Bytes>,
@@ -62,39 +63,39 @@ pub enum Event {
         ticket: Ticket,
         request: LeaseRequest,
     },
-    /// The caller does not wait any more.
+    /// The caller has stopped waiting.
     LeaseRequestCancelled { ticket: Ticket },
-    /// A holder still needs its lease.
+    /// A holder renews its lease.
     LeaseRenewed(LeaseCall),
-    /// A holder wants more or less.
+    /// A holder requests new bounds.
     LeaseResizeRequested(LeaseResize),
-    /// A holder gives its lease back.
+    /// A holder releases its lease.
     LeaseReleased(LeaseCall),
     /// A holder answers a lower target.
     TargetAnswered(TargetAnswered),
-    /// The holder of a lease is gone: its process ended.
+    /// The process that held a lease has ended.
     HolderLost {
         lease: LeaseId,
-        /// The process that ended. Only the end of the one that is measured says that its memory is back; a journal of
-        /// an older version has none.
+        /// The process that ended. Memory is credited only if this is the measured process. `None` in journals of older
+        /// versions.
         pid: Option<u32>,
     },
     /// The model's header was read; nothing is loaded yet.
     EngineInspected { shape: ModelShape },
-    /// The engine carried out a plan, the first one included.
+    /// The engine carried out a plan; also sent for the load.
     EngineApplied(EngineApplied),
-    /// The engine could not carry out a plan. What it did until then stays done: it is unknown what of it is in force
-    /// beside what was before.
+    /// The engine failed to carry out a plan. Completed steps are not undone, so the memory in force may belong to
+    /// either plan.
     EngineApplyFailed { revision: u64, reason: String },
-    /// The engine is gone, its memory with it.
+    /// The engine has ended and its memory is freed.
     EngineFailed {
         reason: String,
-        /// What loading it again needs. A journal of an older version has none.
+        /// Condition for loading it again. Absent in journals of older versions.
         #[serde(default)]
         cure: Cure,
-        /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
-        /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of an older version
-        /// has none.
+        /// Memory kept by reads that hang because the disk does not respond. Once they have returned, the model's
+        /// header is read again and reported as [`Self::EngineInspected`]; nothing is loaded before. Absent in journals
+        /// of older versions.
         #[serde(skip_serializing_if = "Option::is_none")]
         left: Option<Bytes>,
     },
@@ -102,80 +103,80 @@ pub enum Event {
     EngineActivity {
         /// Requests running or waiting.
         requests: u32,
-        /// Tokens of context that the running sequence holds in the KV cache.
+        /// Tokens of the running sequence in the KV cache.
         kv_used: u32,
-        /// Tokens that earlier answers have left there while nothing runs: the next prompt may go on from them.
+        /// Tokens kept from earlier answers while no request runs; the next prompt may reuse them.
         #[serde(default)]
         kv_kept: u32,
         /// Tokens of the running answer's prompt.
         #[serde(default)]
         kv_prompt: u32,
-        /// Tokens that its prompt and the answer may come to. A journal of before has neither.
+        /// Maximum tokens of the prompt and its answer. Journals of older versions have neither.
         #[serde(default)]
         kv_most: u32,
-        /// Tokens that the running sequence may lose, the oldest behind those that stay.
+        /// Tokens that may be dropped from the running sequence: the oldest ones after the attention sinks.
         #[serde(default)]
         kv_droppable: u32,
-        /// Tokens that it has lost.
+        /// Tokens dropped from it.
         #[serde(default)]
         kv_dropped: u32,
-        /// What the engine holds and has not touched yet.
+        /// Memory that the engine holds but has not touched yet.
         #[serde(default)]
         untouched: Bytes,
-        /// Conversations beside that sequence. A journal of before has none.
+        /// Parked conversations. Absent in journals of older versions.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         beside: Vec<IdleConversation>,
     },
-    /// The engine has measured what it and the disk can do.
+    /// The engine measured its own speed and that of the disk.
     EngineCalibrated(Calibration),
-    /// The engine gave an answer from end to end, and timed it.
+    /// The engine completed an answer and reports its timing.
     EngineTimed(Timing),
-    /// A worker answers.
+    /// A worker is ready.
     WorkerReady { worker: String, pid: u32 },
-    /// Why a worker's process died, or why there was none. Its [`WorkerExited`](Self::WorkerExited) follows when the
-    /// whole group of the process is gone.
+    /// Certificate of a worker's death, or of a failed start. [`WorkerExited`](Self::WorkerExited) follows when the
+    /// whole process group has ended.
     WorkerDied { certificate: Box<DeathCertificate> },
-    /// A worker's process is gone and reaped, or could not be started.
+    /// A worker's process has ended and was reaped, or could not be started.
     WorkerExited {
         worker: String,
-        /// Whether we asked for it.
+        /// Whether the supervisor requested it.
         intended: bool,
-        /// What happened, in words: `exit code 3`, `killed by SIGKILL, sender unknown`.
+        /// Cause as text: `exit code 3`, `killed by SIGKILL, sender unknown`.
         cause: String,
     },
-    /// The most that a worker's processes have used since it was started, as the kernel remembers it.
+    /// Peak memory of a worker's processes since its start, from the kernel's counters.
     PeakMeasured { worker: String, peak: Bytes },
-    /// A worker took up or put down a piece of work.
+    /// A worker started or finished a request.
     WorkerActivity { worker: String, requests: u32 },
-    /// A client has a request for a worker that does not take it now.
+    /// A client has a request for a worker that is not ready to accept it.
     WorkerWanted {
         worker: String,
-        /// Whose request it is, where clients have keys. A journal of before has none.
+        /// Key of the client, if clients have keys. Absent in journals of older versions.
         #[serde(skip_serializing_if = "Option::is_none")]
         client: Option<String>,
     },
-    /// A client wants a worker in another variant (ASR from grammar to open vocabulary).
+    /// A client requests another variant of a worker (ASR from grammar to open vocabulary).
     WorkerResizeRequested(WorkerResize),
-    /// A worker has changed its variant, or failed to and has kept the old one.
+    /// A worker changed its variant, or failed to and kept the previous one.
     WorkerResized(WorkerResized),
-    /// A detector found that a worker runs and answers nothing.
+    /// A detector found a worker that runs but does not respond.
     WorkerUnresponsive {
         worker: String,
         pid: u32,
-        /// What went unanswered: `transcribe within 30.0 s, and 3 questions after it`.
+        /// The requests without a response: `transcribe within 30.0 s, and 3 questions after it`.
         evidence: String,
     },
-    /// A client's request needs, or would like, more KV capacity than is in force.
+    /// A client's request needs or prefers more KV capacity than is in force.
     ///
-    /// Capacity that is needed comes from layers where nothing may grow: dwell, back-off and an operator's shed all
-    /// stay. For an answer that is being written it also comes from what is free, dwell or not, and from layers at
-    /// Critical: without it the sentence would end.
+    /// Needed capacity is taken from layers while growth is blocked: dwell, back-off and an operator's shed remain in
+    /// effect. For an answer in progress it is also taken from free memory regardless of the dwell, and from layers at
+    /// Critical: the answer would end without it.
     CapacityWanted(CapacityWanted),
-    /// An operator wants `bytes` back from the engine, now.
+    /// An operator requests an immediate shed of `bytes` from the engine.
     OperatorShed { ticket: Ticket, bytes: Bytes },
-    /// An operator allows growth at once, without waiting for the dwell.
+    /// An operator permits growth without waiting for the dwell.
     OperatorRegrow { ticket: Ticket },
-    /// An operator wants KV kept as another type from now on, what is there included.
+    /// An operator changes the KV type; stored blocks are converted.
     OperatorKvType { ticket: Ticket, kv_type: KvType },
     /// An operator starts, stops or recycles a worker.
     OperatorWorker {
@@ -183,56 +184,56 @@ pub enum Event {
         worker: String,
         command: WorkerCommand,
     },
-    /// The leases of the run before this one, without those of holders that are gone.
+    /// Leases of the previous run, without those whose holders have ended.
     ///
-    /// The first event of a run, or none: later it would meet leases of this run.
+    /// Only valid as the first event of a run: later it would conflict with leases of this run.
     Recovered {
-        /// What outlived it.
+        /// Leases and state of the previous run.
         book: Book,
-        /// Its workers that are alive.
+        /// Its workers that are still running.
         adopted: Vec<AdoptedWorker>,
     },
-    /// The leases of the run before this one cannot be read: their memory counts as unaccounted until their holders ask
-    /// again. A reader of before does not know it.
+    /// The leases of the previous run cannot be read: their memory counts as unaccounted until their holders request
+    /// them again. Unknown to older versions.
     BookLost {
-        /// Where the damaged file is kept.
+        /// Path of the damaged file.
         kept: String,
     },
-    /// Nothing new is admitted from now on; what runs may finish.
+    /// Stop admitting requests; running ones may complete.
     DrainRequested,
-    /// An operator ends a drain: requests are admitted again. A reader of before does not know it.
+    /// An operator ends a drain: requests are admitted again. Unknown to older versions.
     DrainCancelled,
-    /// An operator wants the model loaded that failed to load, or that was not there.
+    /// An operator requests a load of a model that failed to load or was missing.
     OperatorLoad { ticket: Ticket },
-    /// An operator has the configuration read again. A reader of before does not know it.
+    /// An operator reloads the configuration. Unknown to older versions.
     Reconfigured {
         ticket: Ticket,
-        /// All settings. Those of the engine, the scope and what was learned stay as they are; those of a worker that runs
-        /// count from its next start.
+        /// All settings. Those of the engine, the scope and the learned peaks are unchanged; those of a running worker
+        /// apply from its next start.
         params: Box<Params>,
         /// Keys of the file that have changed.
         changes: ChangedKeys,
     },
-    /// A configuration was read again and refused before its settings were considered; nothing has changed. A reader of before
-    /// does not know it.
+    /// A reloaded configuration was refused before its settings were considered; nothing has changed. Unknown to older
+    /// versions.
     ReloadRefused {
-        /// What is wrong with it.
+        /// The error.
         cause: String,
     },
-    /// The machine, or a control group around the supervisor, has more or less memory than before. A reader of before does not
-    /// know it.
+    /// The memory of the machine, or the limit of a control group around the supervisor, has changed. Unknown to older
+    /// versions.
     Resized {
-        /// What it has now.
+        /// Its new size.
         machine: MachineMemory,
-        /// The settings for it, or why there are none.
+        /// Settings for that size, or the reason why none are valid.
         params: Result<Box<Params>, String>,
     },
-    /// The time of `next_deadline` has come.
+    /// The time returned by `next_deadline` has been reached.
     DeadlineReached,
 }
 
 impl Event {
-    /// The ticket of a call that gets an answer, with this event or later.
+    /// Returns the ticket of the call that this event, or a later one, answers.
     #[must_use]
     pub const fn ticket(&self) -> Option<Ticket> {
         match self {
@@ -252,7 +253,7 @@ impl Event {
     }
 }
 
-/// The call of a holder about its lease.
+/// A holder's call about its lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseCall {
     pub ticket: Ticket,
@@ -261,7 +262,7 @@ pub struct LeaseCall {
     pub peer: Peer,
 }
 
-/// The bounds that a holder wants for its lease from now on.
+/// New bounds requested for a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseResize {
     pub ticket: Ticket,
@@ -273,36 +274,36 @@ pub struct LeaseResize {
     pub wait: Duration,
 }
 
-/// The answer of a holder to a lower target.
+/// A holder's answer to a lower target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetAnswered {
     pub lease: LeaseId,
     pub nonce: u64,
     pub answer: TargetAnswer,
-    /// What it says it uses now, if it says so. Never credited; measured instead.
+    /// Use claimed by the holder, if any. Never credited; measured instead.
     pub claimed: Option<Bytes>,
 }
 
-/// The report of the engine about a plan that it carried out.
+/// The engine's report of a plan carried out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineApplied {
     pub revision: u64,
-    /// What is in force now; may hold more than asked where the running sequence needs it.
+    /// The plan in force; may exceed the requested one if the running sequence needs it.
     pub in_force: EnginePlan,
-    /// Memory given back, as the kernel sees it.
+    /// Memory freed, as measured by the kernel.
     pub freed: Bytes,
-    /// Memory of the engine by its own mappings, touched or not.
+    /// Size of the engine's mappings, touched or not.
     pub used: Bytes,
-    /// How much of that has not been touched: it takes no memory yet.
+    /// The part of `used` that was never touched and takes no memory yet.
     #[serde(default)]
     pub untouched: Bytes,
-    /// What was given up and had never been touched, so that the kernel had nothing to take back.
+    /// Bytes given up that were never touched, so that the kernel frees nothing for them.
     #[serde(default)]
     pub untouched_given: Bytes,
     pub took: Duration,
 }
 
-/// The variant that a client wants a worker in.
+/// The variant requested for a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerResize {
     pub ticket: Ticket,
@@ -311,7 +312,7 @@ pub struct WorkerResize {
     pub wait: Duration,
 }
 
-/// The variant of a worker after it was asked to change.
+/// The variant of a worker after a requested change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerResized {
     pub worker: String,
@@ -320,27 +321,27 @@ pub struct WorkerResized {
     pub error: Option<String>,
 }
 
-/// The KV capacity for a client's request.
+/// KV capacity wanted for a client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapacityWanted {
     /// Tokens without which the request cannot be served; zero if there are enough for it.
     pub needed: Tokens,
     /// Tokens that it would like the KV cache to hold.
     pub wanted: Tokens,
-    /// Whose request it is, where clients have keys. A journal of before has none.
+    /// Key of the client, if clients have keys. Absent in journals of older versions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client: Option<String>,
-    /// Whether its answer is being written, and ends without it.
+    /// Whether its answer is in progress and would end without the capacity.
     #[serde(default)]
     pub is_running: bool,
 }
 
-/// Keys of the configuration that differ from what runs.
+/// Keys of the configuration that differ from the running settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangedKeys {
-    /// Those in force from now on; those of workers, from the next start.
+    /// Applied at once; for workers, from the next start.
     pub applied: Vec<String>,
-    /// Those that need a restart of the supervisor.
+    /// Applied only by a restart of the supervisor.
     pub restart: Vec<String>,
 }
 
@@ -356,26 +357,26 @@ pub enum WorkerCommand {
     Stop,
 }
 
-/// The one answer to a [`Ticket`].
+/// The only answer to a [`Ticket`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "result")]
 pub enum Answer {
-    /// Granted, renewed or resized: the lease as it is now.
+    /// Granted, renewed or resized, with the lease's new state.
     Lease { lease: LeaseView },
     /// The grant that a `validate_only` request would get.
     WouldGrant {
         bytes: Bytes,
-        /// What would be reclaimed from others first.
+        /// Bytes that would be reclaimed from others first.
         after_shedding: Bytes,
     },
     /// The outcome of an operator's shed.
     Shed(ShedOutcome),
-    /// Done, as `done` says.
+    /// Success.
     Done { done: Done },
-    /// Not done.
+    /// Failure.
     Denied {
         denial: Denial,
-        /// When it may be worth trying again, if ever.
+        /// Time after which a retry may succeed, if any.
         retry_after: Option<Duration>,
     },
 }
@@ -384,53 +385,53 @@ pub enum Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedOutcome {
     pub asked: Bytes,
-    /// What the engine's lease came down by.
+    /// Reduction of the engine's lease.
     pub freed: Bytes,
-    /// What the engine holds now.
+    /// Bytes that the engine holds now.
     pub held: Bytes,
-    /// Why it is less than asked for; `None` if it is not.
+    /// Reason why `freed` is below `asked`; `None` if it is not.
     pub limited_by: Option<ShedLimit>,
 }
 
-/// Why a shed gave less than an operator asked for.
+/// Why a shed freed less than an operator requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "limit")]
 pub enum ShedLimit {
-    /// The engine runs with no less.
+    /// The engine is at its floor.
     #[error("the floor of the engine is {bytes}")]
     Floor { bytes: Bytes },
-    /// The running answer uses the rest of the KV capacity.
+    /// The running answer uses the remaining KV capacity.
     #[error("the running answer uses {tokens} tokens of KV")]
     RunningAnswer { tokens: Tokens },
-    /// The engine gave less than it was asked for.
+    /// The engine gave up less than was requested.
     #[error("the engine has not confirmed the rest")]
     NotConfirmed,
 }
 
-/// The action for a caller that is done.
+/// Outcome of a successful call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Done {
-    /// As the decision says.
+    /// Outcome stated by the decision.
     #[error("{0}")]
     Decided(Decision),
     /// An operator's command to a worker.
     #[error("worker `{worker}` {done}")]
     Worker { worker: String, done: WorkerDone },
-    /// The plan that the engine is asked for.
+    /// The plan requested from the engine.
     #[error("{0}")]
     Grows(PlanReason),
     #[error("worker `{worker}` comes back")]
     WorkerReturns { worker: String },
     #[error("worker `{worker}` goes back to variant `{variant}`")]
     VariantReturns { worker: String, variant: String },
-    /// Nothing is waited for any more but the next sample.
+    /// Growth waits only for the next sample.
     #[error("what has room grows back with the next sample")]
     GrowsWhenSampled,
     /// Everything has its full size.
     #[error("everything has its full size")]
     FullSize,
-    /// No model can be loaded, since no LLM is configured.
+    /// No LLM is configured.
     #[error("no LLM is configured")]
     NoEngine,
     /// The model is loaded, or is being loaded.
@@ -439,13 +440,13 @@ pub enum Done {
     /// The model's file is being read.
     #[error("the model's file is being read; `cotenant status` shows what comes of it")]
     Inspecting,
-    /// KV is kept as this type already.
+    /// KV already has this type.
     #[error("KV is kept as {0} already")]
     KvIs(KvType),
-    /// KV will be kept as this type when the engine is loaded.
+    /// KV will have this type when the engine is loaded.
     #[error("KV will be kept as {0} when the engine is loaded")]
     KvWhenLoaded(KvType),
-    /// KV will be kept as this type as soon as there is room for `more`, or as soon as the book has room.
+    /// KV will have this type once there is room for `more`, or once the ledger has room.
     #[error(
         "KV will be kept as {kv_type} as soon as {}",
         more.map_or_else(|| "the book has room".to_owned(), |more| format!("there is room for {more} more"))
@@ -454,7 +455,7 @@ pub enum Done {
         kv_type: KvType,
         more: Option<Bytes>,
     },
-    /// KV is kept as this type from now on.
+    /// KV has this type from now on.
     #[error(
         "KV is kept as {kv_type}: {}, in {:.1} ms; the engine holds {held}, {before} before",
         kv_given(*before, *held, *freed, *untouched),
@@ -464,9 +465,9 @@ pub enum Done {
         kv_type: KvType,
         before: Bytes,
         held: Bytes,
-        /// What the kernel shows to be back.
+        /// Bytes freed, as measured by the kernel.
         freed: Bytes,
-        /// Given up, and never touched.
+        /// Bytes given up that were never touched.
         untouched: Bytes,
         took: Duration,
     },
@@ -483,25 +484,25 @@ pub enum WorkerDone {
     Runs,
     #[error("is already starting")]
     IsStarting,
-    /// It starts when there is memory.
+    /// It starts once memory is available.
     #[error("starts when there is memory")]
     Starts,
     #[error("stops")]
     Stops,
     #[error("is restarted")]
     Restarts,
-    /// It is in this variant.
+    /// It runs in this variant.
     #[error("is in variant `{variant}`")]
     IsIn { variant: String },
 }
 
-/// Something to be done. Carrying it out is the shell's work; the outcome comes back as an event.
+/// Output of the arbiter. The shell carries it out; the outcome is reported as an event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "action")]
 pub enum Action {
-    /// Give the caller its answer.
+    /// Answer a caller.
     Answer { ticket: Ticket, answer: Answer },
-    /// Ask a tenant to come down to a target; goes to its hold stream.
+    /// Request a tenant to shrink to a target; sent on its hold stream.
     SetTarget {
         lease: LeaseId,
         nonce: u64,
@@ -509,11 +510,11 @@ pub enum Action {
         deadline: Timestamp,
         reason: ReclaimReason,
     },
-    /// Tell a tenant that its lease has ended.
+    /// Notify a tenant that its lease has ended.
     EndLease { lease: LeaseName, end: LeaseEnd },
     /// Load the model with this plan.
     LoadEngine { revision: u64, plan: EnginePlan },
-    /// Change what the engine holds, between two tokens.
+    /// Change the engine's plan, between two tokens.
     ApplyPlan {
         revision: u64,
         plan: EnginePlan,
@@ -527,28 +528,28 @@ pub enum Action {
     },
     /// Stop a worker: SIGTERM, and SIGKILL after its grace.
     StopWorker { worker: String, reason: StopReason },
-    /// End a worker that does not respond: SIGABRT, so that it can leave a trace, and SIGKILL after its grace.
+    /// End an unresponsive worker: SIGABRT, so that it can write a core dump or trace, and SIGKILL after its grace.
     AbortWorker { worker: String, evidence: String },
-    /// Let a worker change its variant; the larger size is booked.
+    /// Switch a worker to another variant; the larger size is booked.
     ResizeWorker { worker: String, variant: String },
-    /// Read the header of the model's file; it comes as [`Event::EngineInspected`] or [`Event::EngineFailed`]. A GPU that did
-    /// not compute is tried again.
+    /// Read the header of the model's file, reported as [`Event::EngineInspected`] or [`Event::EngineFailed`]. A GPU
+    /// that failed to compute is tried again.
     InspectModel,
-    /// The same as a retry by itself, for which a GPU that did not compute is not tried again.
+    /// Read the header again as an automatic retry: a GPU that failed to compute is not tried again.
     ReinspectModel,
-    /// Keep what was learned of holders for the next run.
+    /// Store the learned peaks for the next run.
     StorePeaks { peaks: Peaks },
-    /// Measure a holder now, rather than at the next round.
+    /// Measure a holder at once instead of in the next round.
     Measure { tenant: String },
-    /// Give back what nvmap's page pool keeps, where that is allowed; the next samples show what came of it.
+    /// Release the memory kept in nvmap's page pool, if permitted; the next samples show the effect.
     EmptyPagePool { bytes: Bytes },
-    /// Read the machine after this time.
+    /// Sample the machine after this time.
     SampleAfter { wait: Duration },
-    /// The level has changed.
+    /// The pressure level has changed.
     LevelChanged(LevelChange),
-    /// Memory is reclaimed: who could give what, at what cost, and who was chosen. What is asked follows.
+    /// A reclaim: the candidates, their costs and the choice. The resulting requests follow.
     Weighed { weighing: Weighing },
-    /// A decision with its figures that needs nothing done.
+    /// A decision with its figures that requires no action.
     Decided { decision: Decision },
 }
 

@@ -1,15 +1,14 @@
-//! Growth: what comes back next, and what it waits for, as functions of the state that change nothing.
+//! Growth: the next step, or the condition that it waits for, as pure functions of the state.
 //!
-//! It is the reverse of shedding, by the same costs: of everything that was given up and would fit, that comes back first
-//! whose loss costs most for each byte, weighed as a shed weighs it. Nothing grows before the [dwell](super::dwell) after
-//! the last shed is over, while a request waits that could be served, beyond what the budget and the last sample leave,
-//! or into the space of a stopped worker that is to come back. What workers come back to is in
-//! [`holder`](super::holder).
+//! The reverse of shedding, with the same costs: of everything given up that would fit, the part with the highest cost
+//! per byte is restored first. Nothing grows before the [dwell](super::dwell) after the last shed has passed, while a
+//! satisfiable request waits, beyond the room in the budget and the last sample, or into the space reserved for stopped
+//! workers. The sizes to which workers return are in [`holder`](super::holder).
 //!
-//! Growth leaves the headroom at the Elevated watermark plus the hysteresis: with less than that the level would not
-//! return to Normal, and with that much the engine could have been loaded. So what could be loaded can grow back.
-//! Layers come first and KV capacity last, because capacity that no token has touched is worth nothing yet; in the mode
-//! `max-context` the configured order stands. A request that needs more capacity than there is gets it from layers.
+//! Growth leaves the headroom at the Elevated watermark plus the hysteresis: below that the level would not return to
+//! Normal. Loading leaves the same margin, so a plan that fits at load also fits at regrowth. Layers grow before KV
+//! capacity, because untouched capacity is worth nothing yet; in the mode `max-context` the configured order applies. A
+//! request that needs more capacity than there is gets it from layers.
 
 use super::{
     choose::Offer,
@@ -31,31 +30,31 @@ use cotenant_units::{Bytes, Tokens};
 pub(super) struct GrowthRoom {
     /// Free of the budget.
     pub(super) free: Bytes,
-    /// Headroom of a sample that is newer than the last change, without what the engine's lease held then and it did not use yet.
+    /// Headroom of a sample newer than the last change, minus bytes of the engine's lease that were unused then.
     pub(super) headroom: Bytes,
     /// The Elevated watermark.
     pub(super) elevated: Bytes,
     /// The hysteresis above it.
     pub(super) hysteresis: Bytes,
-    /// Reserved for workers that come back.
+    /// Reserved for returning workers.
     pub(super) reserved: Bytes,
 }
 
 impl GrowthRoom {
-    /// What may be used now, by the budget and by the headroom.
+    /// Returns the bytes permitted by both the budget and the headroom.
     pub(super) fn bytes(&self) -> Bytes {
         self.by_headroom()
             .min(self.free)
             .saturating_sub(self.reserved)
     }
 
-    /// What the headroom leaves above the watermark and its hysteresis.
+    /// Returns the headroom above the watermark plus hysteresis.
     pub(super) fn by_headroom(&self) -> Bytes {
         self.headroom
             .saturating_sub(self.elevated.saturating_add(self.hysteresis))
     }
 
-    /// Why a step of so many bytes has to wait.
+    /// Returns the condition that a step of `step` bytes waits for.
     pub(super) fn lacks(&self, step: Bytes) -> GrowthWait {
         let needs = self.reserved.saturating_add(step);
         if self.free < needs {
@@ -83,16 +82,16 @@ impl GrowthRoom {
 pub(super) struct EngineStep {
     /// The plan.
     pub(super) plan: EnginePlan,
-    /// What it takes, and what being without it costs.
+    /// Bytes that it takes, and the cost of not having them.
     pub(super) gain: Offer,
-    /// Why it is asked for.
+    /// Reason for the step.
     pub(super) reason: PlanReason,
 }
 
-/// The next step of the engine within `room`; `Ok(None)` for an engine in its full plan.
+/// Returns the engine's next step within `room`; `Ok(None)` with the full plan.
 ///
 /// # Errors
-/// What is missing for the next step.
+/// The condition that the next step waits for.
 fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, GrowthWait> {
     let engine = &state.engine;
     let (shape, limits, goal) = may_grow(state)?;
@@ -103,7 +102,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     let (now_bytes, full_bytes) = (shape.plan_bytes(goal), shape.plan_bytes(&full));
     let held = state.engine_held();
     let gain = |source, bytes, price| Offer::whole(source, Class::LlmElastic, bytes, price);
-    // While a chunk is under way it keeps its size, whatever else changes.
+    // During a request the chunk keeps its size.
     let is_idle = engine.is_idle();
     let limits = if is_idle {
         limits
@@ -111,7 +110,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         limits.at_chunk(goal.prefill_chunk)
     };
     if full_bytes <= now_bytes && (is_idle || goal.prefill_chunk == full.prefill_chunk) {
-        // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
+        // The layers are smaller than the ring: all resident takes no more memory than some streamed.
         return Ok(Some(EngineStep {
             plan: full,
             gain: gain(Source::Layers, Bytes::new(1), 0),
@@ -122,20 +121,20 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     }
     let mut target = now_bytes.saturating_add(room.bytes());
     if goal.prefill_chunk > full.prefill_chunk {
-        // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
-        // it becomes smaller with the full plan alone.
+        // An oversized chunk that cannot shrink yet is not added to the full plan: the target is at most the full plan
+        // with the present KV type, which shrinks only with the full plan.
         let most = EnginePlan {
             kv_type: full.kv_type.max(goal.kv_type),
             ..full.clone()
         };
         target = target.min(shape.plan_bytes(&most).max(now_bytes));
     }
-    // Where everything fits nothing is streamed any more, and larger chunks are of no use. And while a chunk is under
-    // way the limits leave none that is larger.
+    // If everything fits, nothing is streamed and larger chunks are useless. During a request the limits permit no
+    // larger one.
     if target < full_bytes
         && let Some(plan) = shape.rechunked(goal, target, &limits)
     {
-        // What it takes from others counts; what it takes from layers it was weighed against.
+        // Only memory taken from others counts; memory taken from layers is already part of the choice.
         let bytes = shape.plan_bytes(&plan);
         let taken = bytes.saturating_sub(now_bytes).max(Bytes::new(1));
         let reason = PlanReason::Chunk {
@@ -150,7 +149,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
             reason,
         }));
     }
-    // No plan is computed for what is too little for any: this is looked at with every event.
+    // Skips planning if the room is too small for any step: this runs for every event.
     let kv_least = state.params.shed.minimum_reclaim;
     let missing = full_bytes.saturating_sub(now_bytes);
     let layers_first = limits.mode != ResidencyMode::MaxContext;
@@ -161,7 +160,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     if room.bytes() < least {
         return Err(room.lacks(least));
     }
-    // What is worth most comes back first, and nothing is given up for it.
+    // Restores the most valuable parts first, without giving anything up.
     let kv = engine.kv_contents(state.now);
     let plan = shape.grown(goal, target, &limits, &kv);
     let bytes = shape.plan_bytes(&plan);
@@ -188,13 +187,13 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     }))
 }
 
-/// Something that comes back, and the step of the engine where it is a part of that.
+/// The next part to restore, and the engine's step if it belongs to the engine.
 pub(super) type NextGrowth = (Source, Option<EngineStep>);
 
-/// The one step that is worth most, of all holders; `None` where nothing is missing.
+/// Returns the most valuable step over all holders; `None` if nothing is missing.
 ///
 /// # Errors
-/// What it waits for.
+/// The condition that it waits for.
 pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
     if let Some(wait) = waits(state) {
         return Err(wait);
@@ -208,7 +207,7 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
     let dwell = dwell.filter(|_| !workers.is_empty());
     let mut gains = if dwell.is_some() { Vec::new() } else { workers };
     gains.extend(step.as_ref().map(|step| step.gain.clone()));
-    // The reverse of shedding: what would be given up last comes back first.
+    // The reverse of shedding: the most expensive candidate is restored first.
     let dearest = gains.into_iter().max_by(Offer::by_price_of_a_byte);
     let Some(gain) = dearest else {
         let waits = waits.or(dwell.map(|left| GrowthWait::Dwell { left }));
@@ -220,9 +219,9 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
 /// Whether the engine can be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Load {
-    /// With this plan, beside what is kept for workers.
+    /// With this plan, beside the bytes reserved for workers.
     Fits { plan: EnginePlan, kept: Bytes },
-    /// Its floor does not fit. `missing` is what other holders would have to give, where that is all that is missing.
+    /// Its floor does not fit. `missing` is the amount to reclaim from others, if that is sufficient.
     Lacks {
         error: FloorError,
         missing: Option<Bytes>,
@@ -231,20 +230,20 @@ pub(super) enum Load {
     },
 }
 
-/// The load of the engine; `None` while nothing is to be loaded, or it is not known what there is.
+/// Returns whether the engine can be loaded; `None` if no load is pending, or without a sample.
 ///
-/// It is loaded as soon as its floor fits beside what workers come back to, and before those that come after it.
+/// It is loaded once its floor fits beside the memory reserved for workers, and before the workers that start after it.
 pub(super) fn load(state: &State) -> Option<Load> {
     let workers_are_up = first_are_up(&state.workers, state.now) && state.taken_over_are_measured();
     if state.draining || !workers_are_up || !state.engine.waits_to_load(state.now) {
         return None;
     }
-    // Unknown is not plenty: without a sample it is not known what there is.
+    // Without a sample, assume no free memory.
     let headroom = state.pressure.headroom()?;
     let (shape, limits) = (state.engine.shape()?, state.engine.limits()?);
     let kept = state.returning_or_waiting_workers();
     let on_the_book = state.ledger.free().saturating_sub(kept);
-    // As much as growth leaves, so that what is loaded can grow back after a shed.
+    // Leaves the same margin as growth, so that the loaded plan also fits at regrowth.
     let pressure = &state.params.pressure;
     let measured =
         headroom.saturating_sub(pressure.elevated_below.saturating_add(pressure.hysteresis));
@@ -264,7 +263,7 @@ pub(super) fn load(state: &State) -> Option<Load> {
     })
 }
 
-/// The cause for which all growth waits.
+/// Returns the condition that blocks all growth.
 fn waits(state: &State) -> Option<GrowthWait> {
     let level = state.pressure.level();
     if state.draining {
@@ -284,7 +283,7 @@ fn waits(state: &State) -> Option<GrowthWait> {
     }
 }
 
-/// Memory that growth may use, if the last sample is newer than the last change.
+/// Returns the memory for growth, if the last sample is newer than the last change.
 pub(super) fn room(state: &State) -> Option<GrowthRoom> {
     let sampled_at = state.pressure.sampled_at()?;
     let room = GrowthRoom {
@@ -301,7 +300,7 @@ pub(super) fn room(state: &State) -> Option<GrowthRoom> {
     (fresh && sampled_at > state.changed_at).then_some(room)
 }
 
-/// The engine's shape, limits and goal, or why nothing of it can grow now.
+/// Returns the engine's shape, limits and goal, or the reason why it cannot grow now.
 fn may_grow(state: &State) -> Result<(&ModelShape, PlanLimits, &EnginePlan), GrowthWait> {
     let engine = &state.engine;
     let (Some(_), Some(shape), Some(limits), Some(goal)) =
@@ -319,7 +318,7 @@ fn may_grow(state: &State) -> Result<(&ModelShape, PlanLimits, &EnginePlan), Gro
     Ok((shape, limits, goal))
 }
 
-/// The cause for which the engine's growth waits; `None` while it has its full plan, or changes.
+/// Returns the condition that the engine's growth waits for; `None` with the full plan, or during a change.
 pub(super) fn engine_waits(state: &State) -> Option<GrowthWait> {
     let changes = !state.engine.plans.pending.is_empty();
     let is_full = state.engine.full_plan().as_ref() == state.engine.goal();
@@ -333,7 +332,7 @@ pub(super) fn engine_waits(state: &State) -> Option<GrowthWait> {
     engine_step(state, room).err()
 }
 
-/// Whether so much more may be had at once: by the book, by the last sample, and with no request to come first.
+/// Whether `more` bytes are available at once, by the ledger and the last sample, with no request waiting.
 pub(super) fn has_room(state: &State, more: Bytes) -> bool {
     state.pressure.level() == PressureLevel::Normal
         && state.queue.is_empty()
@@ -341,11 +340,12 @@ pub(super) fn has_room(state: &State, more: Bytes) -> bool {
         && more <= room(state).unwrap_or_default().bytes()
 }
 
-/// The plan that gives a request the KV capacity that it needs, or would like.
+/// Returns the plan with the KV capacity that a request needs or prefers.
 ///
-/// What one needs that `is_running` comes from what is free although the dwell is not over, and no more than that, for layers
-/// come back before capacity that no token has touched. Else it comes from layers, at any level, since that takes nothing
-/// from anybody else: all that the first of them leaves, so that the next is not given for the next block.
+/// If `is_running`, the needed capacity, and no more, is taken from free memory regardless of the dwell: layers are
+/// restored before untouched capacity. Otherwise it is taken from layers, at any level, since no other holder is
+/// affected; the capacity then uses all memory of the first layer given up, so that the next block does not cost
+/// another layer.
 pub(super) fn capacity_plan(
     state: &State,
     needed: Tokens,

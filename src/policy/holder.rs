@@ -1,10 +1,10 @@
-//! Offers of holders: what each could give back and at which price, who is spared, and what workers come back to.
+//! Offers of holders: reclaimable bytes with their price, spared holders, and the sizes to which workers return.
 //!
-//! The engine offers [smaller plans](crate::plan), tenants what they hold beyond their least. A worker that reacts to
-//! pressure notifications is notified, one with a smaller variant becomes smaller, and only then is one stopped, one at a
-//! time. Beside prices a few rules hold ([`State::asked`]): a holder that is as urgent as the request is spared, and so is
-//! one that is pinned, changing or at its floor; a worker is not stopped within its dwell, and a busy one at the last resort
-//! only; and nothing but the engine, and holders that are less urgent, gives before the headroom is Critical.
+//! The engine offers [smaller plans](crate::plan), tenants the bytes above their minimum. A worker that reacts to
+//! pressure notifications is notified, one with a smaller variant is switched to it, and otherwise workers are stopped,
+//! one at a time. A few rules apply beside prices ([`State::asked`]): a holder as urgent as the request is spared, as
+//! is one that is pinned, changing or at its floor; a worker is not stopped within its dwell, and a busy one only as a
+//! last resort; before the headroom is Critical, only the engine and less urgent holders are reclaimed.
 
 use std::{cmp::Reverse, time::Duration};
 
@@ -25,17 +25,17 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// For whom memory is reclaimed.
+/// Purpose of a reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
+    /// A request of this class: only less urgent holders are reclaimed, and ledger bytes count.
     Request(Class),
-    /// For the machine: every holder gives as far as that is paid, and what counts is what is really in use.
+    /// Pressure: every holder is reclaimed up to the permitted price, and used bytes count.
     Pressure(Pay),
 }
 
 impl Purpose {
-    /// What may be paid, where that is bounded.
+    /// Returns the permitted price, if it is bounded.
     const fn pay(self) -> Option<Pay> {
         match self {
             Self::Request(_) => None,
@@ -43,28 +43,28 @@ impl Purpose {
         }
     }
 
-    /// Whether it is pressure that is not as severe as that.
+    /// Whether it is pressure below `level`.
     fn is_below(self, level: Level) -> bool {
         self.pay().is_some_and(|pay| pay.level < level)
     }
 
-    /// Whether it spares a class that is more urgent than the engine, which gives first.
+    /// Whether it spares a class that is more urgent than the engine, which is reclaimed first.
     fn spares(self, class: Class) -> bool {
         class < Class::LlmElastic && self.is_below(Level::Critical)
     }
 }
 
 impl State {
-    /// Everything that could give memory back.
+    /// Returns the offers of all holders.
     pub(super) fn offers(&self, purpose: Purpose) -> Vec<Offer> {
         let asked = self.leases.ids().map(|id| self.asked(*id, purpose));
         asked.filter_map(Result::ok).flatten().collect()
     }
 
-    /// What a lease could give.
+    /// Returns the offers of a lease.
     ///
     /// # Errors
-    /// Why it is not asked.
+    /// The reason why it is spared.
     fn asked(&self, id: LeaseId, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
         let lease = self.leases.get(id).filter(|lease| !lease.is_residual());
         let Some(lease) = lease else {
@@ -106,7 +106,7 @@ impl State {
         })
     }
 
-    /// What the engine could give: weights and KV, whose prices add up.
+    /// Returns the engine's offers: weights and KV, with additive prices.
     pub(super) fn engine_offers(&self, purpose: Purpose) -> Vec<Offer> {
         let Some(shrink) = self.engine_shrink(purpose) else {
             return Vec::new();
@@ -134,7 +134,7 @@ impl State {
             .collect()
     }
 
-    /// Smaller plans of the engine, where it can shed.
+    /// Returns the engine's smaller plans, if it can shed.
     fn engine_shrink(&self, purpose: Purpose) -> Option<Shrink<'_>> {
         let engine = &self.engine;
         let (shape, goal, limits) = (engine.shape()?, engine.goal()?, engine.limits()?);
@@ -148,8 +148,8 @@ impl State {
         can_shed.then(|| Shrink::new(shape, &limits, goal, kv, giving))
     }
 
-    /// The plan in which the engine gives the chosen bytes, with what it gives of each kind; and all that it could give,
-    /// each kind as an offer of its own.
+    /// Returns the plan in which the engine gives the chosen bytes, the bytes by kind, and everything it could give,
+    /// with one offer for each kind.
     pub(super) fn engine_gives(
         &self,
         bytes: Bytes,
@@ -175,7 +175,7 @@ impl State {
                     bytes: taken,
                 });
             }
-            // A smaller type gives more where more blocks stay.
+            // A smaller type frees more if more blocks stay.
             let all = all.max(taken);
             if all > Bytes::ZERO {
                 let price = shrink.price_of(&next);
@@ -210,8 +210,8 @@ impl State {
         Ok(Vec::from_iter((bytes > Bytes::ZERO).then_some(offer)))
     }
 
-    /// A worker gives by a notification where it reacts to one, by a smaller variant while it is idle, and else by being
-    /// stopped, one worker at a time.
+    /// Returns a worker's offer: a notification if it reacts to one, a smaller variant while it is idle, otherwise a
+    /// stop, one worker at a time.
     fn worker_asked(&self, worker: &Worker, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
         let (params, is_busy) = (&worker.params, worker.requests > 0);
         let name = params.name.clone();
@@ -241,7 +241,7 @@ impl State {
         let held = self.ledger.held_by(id);
         let smaller = worker.smaller_variant(held).filter(|_| !is_busy);
         let (source, bytes) = match smaller {
-            // It holds a lease of its own, and is asked by that.
+            // It has a separate lease, which makes its own offer.
             _ if held == Bytes::ZERO => return Ok(Vec::new()),
             Some(smaller) => {
                 let (worker, variant) = (name, smaller.to_owned());
@@ -254,7 +254,7 @@ impl State {
         Ok(vec![self.worker_offer(worker, source, bytes)])
     }
 
-    /// What counts of a lease: for a request all that it holds, under pressure what is used of that.
+    /// Returns the bytes of a lease that count: all held bytes for a request, the used part under pressure.
     pub(super) fn counts(&self, id: LeaseId, purpose: Purpose) -> Bytes {
         let held = self.ledger.held_by(id);
         let lease = self.leases.get(id).filter(|_| purpose.pay().is_some());
@@ -262,7 +262,7 @@ impl State {
         used.map_or(held, |used| used.min(held))
     }
 
-    /// What a worker gives, or comes back to, at the price of being without it.
+    /// Returns the offer to shrink or restore a worker, at the price of being without the bytes.
     fn worker_offer(&self, worker: &Worker, source: Source, bytes: Bytes) -> Offer {
         let (params, reload) = (&worker.params, worker.reload());
         let price_us = match &source {
@@ -273,7 +273,7 @@ impl State {
             _ if worker.run().is_none() => price::of_stop(reload, Some(Duration::MAX), 1),
             _ => {
                 let idle = self.now.saturating_since(worker.idle_since);
-                // What is booked for its next start does not stay free.
+                // Bytes booked for its next start do not stay free.
                 let lasts = bytes.saturating_sub(self.start_least(&params.name));
                 let times = bytes.get() / lasts.get().max(1);
                 price::of_stop(reload, (worker.requests == 0).then_some(idle), times)
@@ -282,8 +282,9 @@ impl State {
         Offer::whole(source, params.class, bytes, price_us)
     }
 
-    /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
-    /// it is, is part of what it asks for; another lease of its name may be of any process.
+    /// Returns the denial for `tenant`, with the shares of all other holders. Excluded are its `own` lease and the
+    /// booking of the worker of that name, which are part of the request; another lease of the same name may belong to
+    /// any process.
     pub(super) fn insufficient(
         &self,
         tenant: &str,
@@ -311,7 +312,7 @@ impl State {
         }
     }
 
-    /// What a lease has, and could give to a request of `class`.
+    /// Returns the bytes that a lease holds, and could give to a request of `class`.
     fn share(&self, id: LeaseId, class: Class) -> Share {
         let asked = self.asked(id, Purpose::Request(class));
         Share {
@@ -322,7 +323,7 @@ impl State {
         }
     }
 
-    /// That the engine gives an operator nothing of `asked`, and why; nothing else is shed on command.
+    /// Returns the denial of an operator's shed, with the reason; only the engine is shed on command.
     pub(super) fn nothing_to_shed(&self, asked: Bytes) -> Denial {
         let class = Class::AudioRealtime;
         let share = self.engine.lease.map(|id| self.share(id, class));
@@ -340,7 +341,7 @@ impl State {
         }
     }
 
-    /// Holders that are not asked, with the reason.
+    /// Returns the spared holders with the reason.
     pub(super) fn spared(&self, purpose: Purpose) -> Vec<Spared> {
         let spared = |id: &LeaseId| {
             Some(Spared {
@@ -352,10 +353,10 @@ impl State {
         self.leases.ids().filter_map(spared).collect()
     }
 
-    /// Workers that were stopped, made smaller or notified to make room and fit again, with what being without it
-    /// costs.
+    /// Returns the workers that were stopped, shrunk or notified to make room and fit again, with the cost of being
+    /// without them.
     pub(super) fn worker_returns(&self, room: Bytes) -> Vec<Offer> {
-        // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
+        // At equal value per byte, the more urgent one, then the one with the lower start order.
         let mut workers: Vec<&Worker> = self.workers.values().collect();
         workers
             .sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
@@ -367,7 +368,7 @@ impl State {
         returns.collect()
     }
 
-    /// What a worker has given up, and what it takes to have it back.
+    /// Returns the measure by which a worker was reclaimed, and the bytes that undo it.
     fn comes_back_to(&self, worker: &Worker) -> Option<(Source, Bytes)> {
         let name = worker.params.name.clone();
         if worker.was_shed() {
@@ -385,8 +386,8 @@ impl State {
         Some((Source::WorkerNotified { worker: name }, more))
     }
 
-    /// The part of `room` for a worker: with what the engine gives back at once, where it is to be started and more urgent;
-    /// beside those that come back and are as urgent, where it runs.
+    /// Returns the part of `room` for a worker. A more urgent worker that is to be started may also use memory that the
+    /// engine returns at once; a running one leaves room for returning workers that are at least as urgent.
     fn room_for(&self, worker: &Worker, room: Bytes) -> Bytes {
         let (class, free) = (worker.params.class, self.ledger.free());
         if worker.was_shed() && class < Class::LlmElastic {
@@ -405,13 +406,13 @@ impl State {
         }
     }
 
-    /// What others could give back for `class`.
+    /// Returns the bytes that can be reclaimed from others for `class`.
     pub(super) fn reclaimable_for(&self, class: Class) -> Bytes {
         reclaimable(&self.offers(Purpose::Request(class)))
     }
 }
 
-/// At most [`STEPS_MAX`] of what a half of a plan can give, evenly spread, and the last.
+/// Returns at most [`STEPS_MAX`] steps of one half of a plan, evenly spaced, including the last.
 fn few_of(all: &[Less]) -> impl Iterator<Item = &Less> {
     let stride = all.len().div_ceil(STEPS_MAX).max(1);
     let is_kept = move |number: usize| (all.len() - 1 - number).is_multiple_of(stride);
@@ -419,14 +420,13 @@ fn few_of(all: &[Less]) -> impl Iterator<Item = &Less> {
     numbered.filter_map(move |(number, less)| is_kept(number).then_some(less))
 }
 
-/// Steps in which a half of a plan is weighed against other holders: the search for the cheapest set takes no more memory
-/// than is set aside for it.
+/// Maximum steps of one half of a plan in the search for the cheapest set, so that it fits its preallocated memory.
 const STEPS_MAX: usize = 32;
 
-/// Tenants count in bytes; a step of the search is a part of what they have, and what it gives too much is spared.
+/// Tenants give any number of units of this size; surplus of a step is trimmed.
 const TENANT_UNIT: Bytes = Bytes::new(4096);
 
-/// Kinds of things that the engine gives up, as [`Shrink::ladder`] has them.
+/// Kinds of memory that the engine gives up, in the order of [`Shrink::ladder`].
 const PARTS: [Source; 6] = [
     Source::UnusedKv,
     Source::PrefixKv,

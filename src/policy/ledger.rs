@@ -1,12 +1,10 @@
 //! Ledger: budget, held memory by holder, and unaccounted use.
 //!
-//! `held` is what has been promised, and never exceeds the budget. `used` is what the kernel says. What is used beyond
-//! what is held is unaccounted, whether by a holder we know or by unmanaged processes, and is not free either:
-//! `free = budget − held − unaccounted`.
+//! `held` is the sum of all leases and never exceeds the budget. `used` is measured by the kernel. Use beyond `held`,
+//! by known holders or by unmanaged processes, is unaccounted and not free: `free = budget − held − unaccounted`.
 //!
-//! A measurement knows nothing of what was booked after it. So the use of a holder that was booked after the last
-//! sample is not looked for in that sample, and a holder whose measurement is older than its booking, or too old, is
-//! taken to use what it holds. Unknown is not zero, and not plenty.
+//! A measurement does not cover later bookings. Therefore bytes booked after the last sample are not expected in that
+//! sample, and a holder whose measurement is older than its booking, or too old, is assumed to use all that it holds.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,29 +13,29 @@ use serde::{Deserialize, Serialize};
 use super::lease::LeaseId;
 use cotenant_units::{Bytes, Timestamp};
 
-/// More was to be booked than is free.
+/// A booking that exceeds the free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot book {asked}: {free} is free")]
 pub(super) struct OverCommit {
-    /// What was to be booked in addition.
+    /// Additional bytes requested.
     pub(super) asked: Bytes,
-    /// What is free.
+    /// Bytes free.
     pub(super) free: Bytes,
 }
 
-/// The book.
+/// Budget, leases and measurements.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ledger {
     budget: Bytes,
     reserve: Bytes,
-    /// What was held when the budget was lowered below it, or has been since: it can only become less.
+    /// Upper bound of `held` since the budget was lowered below it; only decreases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ceiling: Option<Bytes>,
     #[serde(with = "crate::pairs")]
     entries: BTreeMap<LeaseId, Entry>,
     measured: BTreeMap<String, Measurement>,
     scope: Option<ScopeUse>,
-    /// The two last estimates of use by processes that are not on the book.
+    /// The last two estimates of use by processes without a lease.
     outside: [Option<Bytes>; 2],
 }
 
@@ -45,18 +43,18 @@ pub(super) struct Ledger {
 struct Entry {
     tenant: String,
     held: Bytes,
-    /// When it last became larger.
+    /// Time of the last increase.
     booked_at: Timestamp,
-    /// Whether its holder is growing or shrinking, so that its measurement runs behind.
+    /// Whether its holder is growing or shrinking, so that its measurement lags.
     moving: bool,
 }
 
 /// One reading of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Measurement {
-    /// Bytes that the kernel attributes to it.
+    /// Bytes that the kernel attributes to the holder.
     pub(super) used: Bytes,
-    /// When it was read.
+    /// Time of the reading.
     pub(super) at: Timestamp,
 }
 
@@ -67,7 +65,7 @@ struct ScopeUse {
 }
 
 impl Ledger {
-    /// An empty book.
+    /// Creates an empty ledger.
     pub(super) fn new(budget: Bytes, reserve: Bytes) -> Self {
         Self {
             budget,
@@ -76,7 +74,7 @@ impl Ledger {
         }
     }
 
-    /// Changes the budget. Where that is below what is held, nothing is free until enough was given back.
+    /// Changes the budget. If it is below `held`, nothing is free until enough is released.
     pub(super) fn set_budget(&mut self, budget: Bytes, reserve: Bytes) {
         self.budget = budget;
         self.reserve = reserve;
@@ -84,22 +82,22 @@ impl Ledger {
         self.lower_ceiling();
     }
 
-    /// What is held beyond the budget, since that was lowered.
+    /// Bytes held beyond a lowered budget.
     pub(super) fn over_budget(&self) -> Bytes {
         self.held().saturating_sub(self.budget)
     }
 
-    /// Notes what was given back since the budget was lowered below what is held.
+    /// Lowers the ceiling to `held` after releases, and removes it once `held` fits the budget.
     pub(super) fn lower_ceiling(&mut self) {
         let Some(ceiling) = self.ceiling else { return };
         let held = self.held();
         self.ceiling = (held > self.budget).then_some(held.min(ceiling));
     }
 
-    /// Books a new lease, of which what is booked for `from` becomes a part.
+    /// Books a new lease, to which the bytes of `from` are transferred.
     ///
     /// # Errors
-    /// If what it needs beyond that is more than what is free; the book is unchanged.
+    /// If the additional bytes exceed the free memory; the ledger is unchanged.
     pub(super) fn book(
         &mut self,
         id: LeaseId,
@@ -122,10 +120,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// Raises what a lease holds; a lower or equal amount changes nothing.
+    /// Raises a lease to `bytes`; a lower or equal amount changes nothing.
     ///
     /// # Errors
-    /// If it is more than what is free; the book is unchanged.
+    /// If the additional bytes exceed the free memory; the ledger is unchanged.
     pub(super) fn raise(
         &mut self,
         id: LeaseId,
@@ -143,8 +141,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Raises what a lease holds to the measured use of its holder, as far as the budget reaches. That use was unaccounted
-    /// until now, so that what is free stays the same. Returns by how much it was raised.
+    /// Raises a lease to the measured use of its holder, as far as the budget permits, and returns the increase. That
+    /// use was unaccounted, so `free` does not change.
     pub(super) fn follow(&mut self, id: LeaseId) -> Bytes {
         let Some(tenant) = self.entries.get(&id).map(|entry| entry.tenant.clone()) else {
             return Bytes::ZERO;
@@ -160,7 +158,7 @@ impl Ledger {
         more
     }
 
-    /// Lowers what a lease holds; a higher or equal amount changes nothing. Returns what became free of it.
+    /// Lowers a lease to `bytes` and returns the reduction; a higher or equal amount changes nothing.
     pub(super) fn lower(&mut self, id: LeaseId, bytes: Bytes) -> Bytes {
         let Some(entry) = self.entries.get_mut(&id) else {
             return Bytes::ZERO;
@@ -170,22 +168,22 @@ impl Ledger {
         freed
     }
 
-    /// Takes a lease off the book. What its holder is measured to use beyond its other leases is unaccounted from now
-    /// on, until it is measured to be back. Returns what it held.
+    /// Removes a lease and returns the bytes it held. Measured use of its holder beyond its other leases is unaccounted
+    /// until a measurement shows its release.
     pub(super) fn close(&mut self, id: LeaseId) -> Bytes {
         self.entries
             .remove(&id)
             .map_or(Bytes::ZERO, |entry| entry.held)
     }
 
-    /// Says whether a holder is on its way to another size.
+    /// Sets whether a holder is growing or shrinking.
     pub(super) fn set_moving(&mut self, id: LeaseId, moving: bool) {
         if let Some(entry) = self.entries.get_mut(&id) {
             entry.moving = moving;
         }
     }
 
-    /// Takes a reading of a holder; an older one than the last changes nothing.
+    /// Records a reading of a holder; one older than the last is ignored.
     pub(super) fn measure(&mut self, tenant: &str, used: Bytes, at: Timestamp) {
         if self.measured.get(tenant).is_none_or(|last| last.at <= at) {
             self.measured
@@ -194,16 +192,16 @@ impl Ledger {
         }
     }
 
-    /// Forgets the readings of a holder whose memory is back: its process is gone, or it uses nothing.
+    /// Removes the reading of a holder whose memory is released: its process has ended, or it uses nothing.
     pub(super) fn forget(&mut self, tenant: &str) {
         self.measured.remove(tenant);
         self.estimate_outside();
     }
 
-    /// Use of a holder without a lease that was not measured to be back is an unmanaged process's from now on.
+    /// Attributes the use of a holder without a lease to unmanaged processes, if its release was not measured.
     ///
-    /// The last sample shows it. So that estimate counts alone: the one before it was made while the memory was a
-    /// holder's, and by the lower of both it would be free until the next sample.
+    /// Only the latest estimate is kept: the one before was made while the memory belonged to a holder, and the minimum
+    /// of both would count it as free until the next sample.
     pub(super) fn estrange(&mut self, tenant: &str) {
         if self.entries.values().all(|entry| entry.tenant != tenant) {
             self.measured.remove(tenant);
@@ -212,7 +210,7 @@ impl Ledger {
         self.outside[0] = self.outside[1];
     }
 
-    /// Takes a reading of everything that counts against the budget; an older one than the last changes nothing.
+    /// Records the use of the whole scope; a reading older than the last is ignored.
     pub(super) fn observe_scope(&mut self, used: Bytes, at: Timestamp) {
         if self.scope.is_none_or(|last| last.at <= at) {
             self.scope = Some(ScopeUse { used, at });
@@ -231,7 +229,7 @@ impl Ledger {
         self.entries.values().map(|entry| entry.held).sum()
     }
 
-    /// Bytes that one lease holds; zero if it is not on the book.
+    /// Bytes that one lease holds; zero if there is no such lease.
     pub(super) fn held_by(&self, id: LeaseId) -> Bytes {
         self.entries
             .get(&id)
@@ -257,32 +255,32 @@ impl Ledger {
         self.measured.get(tenant).map(|measured| measured.used)
     }
 
-    /// When the scope was last read.
+    /// Time of the last reading of the scope.
     pub(super) fn scope_at(&self) -> Option<Timestamp> {
         self.scope.map(|scope| scope.at)
     }
 
-    /// Use by processes that are not on the book, as far as it exceeds the reserve.
+    /// Use by unmanaged processes beyond the reserve.
     pub(super) fn unmanaged(&self) -> Bytes {
         self.outside()
             .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
 
-    /// The unused part of the reserve: it is there to be used, but not by us.
+    /// The unused part of the reserve, which may be used by the system but not by holders.
     ///
-    /// By the last estimate alone: one that was made while a new lease was not used yet is too low by as much, and the
-    /// lease would count twice with the first sample that shows it.
+    /// Based on the latest estimate only: one made while a new lease was unused is too low by that lease, which would
+    /// then count twice in the first sample that includes it.
     pub(super) fn unused_reserve(&self) -> Bytes {
         let [_, outside] = self.outside;
         self.reserve.saturating_sub(outside.unwrap_or(Bytes::ZERO))
     }
 
-    /// Use beyond what is held: of known holders, and of unmanaged processes.
+    /// Use beyond `held`, by known holders and by unmanaged processes.
     pub(super) fn unaccounted(&self) -> Bytes {
         self.excess().saturating_add(self.unmanaged())
     }
 
-    /// Use of known holders beyond what they hold.
+    /// Use of known holders beyond their leases.
     pub(super) fn excess(&self) -> Bytes {
         let mut held: BTreeMap<&str, Bytes> = BTreeMap::new();
         for entry in self.entries.values() {
@@ -305,7 +303,7 @@ impl Ledger {
             .saturating_sub(self.unaccounted())
     }
 
-    /// The measured use of all holders; those that were not measured are not in it.
+    /// Sum of all measurements; holders without one are not included.
     pub(super) fn measured_use(&self) -> Bytes {
         self.measured
             .values()
@@ -313,7 +311,7 @@ impl Ledger {
             .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// The use of all holders, by measurement where there is one and by the book where there is none.
+    /// Use of all holders: measured, or `held` for those without a measurement.
     pub(super) fn used_by_holders(&self) -> Bytes {
         let unmeasured = self
             .entries
@@ -327,12 +325,12 @@ impl Ledger {
             .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// Whether the book is right: what is held never exceeds the budget, or what was held when that was lowered.
+    /// Whether `held` is at most the budget, or the ceiling left by lowering it.
     pub(super) fn is_conserved(&self) -> bool {
         self.held() <= self.ceiling.unwrap_or(self.budget)
     }
 
-    /// Whether it has entries for these leases, in the order of their numbers, and for no other.
+    /// Whether the entries are exactly these leases, in ascending order.
     pub(super) fn has_all<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> bool {
         leases.eq(self.entries.keys())
     }
@@ -345,8 +343,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// The lower of the last two estimates: a holder that grows between its measurement and the sample looks like a
-    /// process in one sample, and not in the next.
+    /// The lower of the last two estimates: growth of a holder between its measurement and the sample appears as
+    /// unmanaged use in one sample only.
     fn outside(&self) -> Option<Bytes> {
         match self.outside {
             [Some(before), Some(now)] => Some(before.min(now)),
@@ -370,7 +368,7 @@ impl Ledger {
         self.outside[1] = Some(scope.used.saturating_sub(known));
     }
 
-    /// The presumed share of a holder in a sample taken at `at`.
+    /// Use attributed to a holder in a sample taken at `at`.
     fn attributed(&self, tenant: &str, entries: &[&Entry], at: Timestamp) -> Bytes {
         let measured = self.measured.get(tenant);
         let used = measured.map_or(Bytes::ZERO, |measured| measured.used);
@@ -392,8 +390,8 @@ impl Ledger {
     }
 }
 
-/// A measurement older than this, seen from a sample, says little about that sample: holders are measured once per
-/// second at least.
+/// Maximum age of a measurement, relative to a sample, for use with that sample: holders are measured at least once per
+/// second.
 const MEASUREMENT_AGE_MAX: Duration = Duration::from_millis(1500);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Validated parameters of the policy.
 //!
-//! `config` builds [`Params`] from the file and checks the range of each value. What depends on the budget is checked by
-//! [`Params::validate`], which tells all faults at once, so that a file with several mistakes is corrected in one go.
+//! `config` builds [`Params`] from the file and checks the range of each value. [`Params::validate`] checks the
+//! constraints that depend on the budget, and reports all faults at once.
 
 mod check;
 
@@ -15,11 +15,11 @@ use cotenant_units::{Bytes, Tokens};
 /// All settings of policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Params {
-    /// What may be handed out.
+    /// Memory that may be handed out.
     pub budget: BudgetParams,
     /// Watermarks, dwell and sampling.
     pub pressure: PressureParams,
-    /// How memory is taken back.
+    /// How memory is reclaimed.
     pub shed: ShedParams,
     /// Limits on leases and requests.
     pub lease: LeaseParams,
@@ -27,26 +27,26 @@ pub struct Params {
     pub engine: Option<EngineParams>,
     /// The workers, in any order.
     pub workers: Vec<WorkerParams>,
-    /// What was learned of holders in earlier runs.
+    /// Peaks of holders learned in earlier runs.
     #[serde(default)]
     pub peaks: Peaks,
-    /// The memory that the budget is a part of.
+    /// The memory that contains the budget.
     #[serde(default)]
     pub machine: MachineMemory,
 }
 
-/// Memory that a budget can be a part of: that of the machine, or the limit of a control group around the supervisor.
+/// Memory that contains a budget: the machine's, or the limit of a control group around the supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineMemory {
-    /// `MemTotal`, or the limit where that is lower.
+    /// `MemTotal`, or the limit if that is lower.
     pub total: Bytes,
-    /// Path of the control group whose limit that is.
+    /// Path of the control group that sets the limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limited_by: Option<String>,
 }
 
 impl MachineMemory {
-    /// All memory of a machine without a limit.
+    /// The memory of a machine without a control-group limit.
     #[must_use]
     pub const fn of(total: Bytes) -> Self {
         Self {
@@ -66,26 +66,26 @@ impl fmt::Display for MachineMemory {
     }
 }
 
-/// Whose use counts against the budget.
+/// Extent of the budget: the processes whose use counts against it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Everything on the machine; what the budget's total is, the machine has.
+    /// The whole machine; the budget's total is its memory.
     #[default]
     Machine,
-    /// A group of processes whose use is read as [`Sample::scope_used`](super::pressure::Sample::scope_used); what the
-    /// machine has available still bounds it.
+    /// A group of processes whose use is read as [`Sample::scope_used`](super::pressure::Sample::scope_used); also
+    /// bounded by the machine's available memory.
     Session,
 }
 
-/// What may be handed out.
+/// Size and extent of the budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BudgetParams {
     /// Memory of the scope: `MemTotal` for the machine.
     pub total: Bytes,
     /// Memory that is never handed out: OS, CMA, display, the supervisor itself.
     pub reserve: Bytes,
-    /// Whose use counts.
+    /// Processes that count against it.
     pub scope: Scope,
 }
 
@@ -106,35 +106,36 @@ pub struct PressureParams {
     pub critical_below: Bytes,
     /// Headroom below which a busy worker may be ended. Default 3 % of the budget.
     pub last_resort_below: Bytes,
-    /// How far above a watermark the headroom must be before its level is left. Default 2 % of the budget.
+    /// Margin above a watermark required to leave its level. Default 2 % of the budget.
     pub hysteresis: Bytes,
-    /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
+    /// Time for which the headroom must stay above before the level falls and shed memory grows back. Default 60 s.
     pub dwell: Duration,
-    /// Whether the dwell follows the LLM's growth: ten times its duration, from 1 s to `dwell`. Default no.
+    /// Whether the dwell is derived from the duration of the LLM's growth: ten times that, from 1 s to `dwell`. Default
+    /// no.
     #[serde(default)]
     pub dwell_by_growth: bool,
-    /// How long a shortage that is Elevated may last before anything is shed for it. Default 2 s.
+    /// Time for which a shortage at Elevated is tolerated before a shed. Default 2 s.
     #[serde(default)]
     pub grace: Duration,
-    /// Shortest time between two samples. Default 10 ms.
+    /// Minimum interval between two samples. Default 10 ms.
     pub sample_min: Duration,
-    /// Longest time between two samples. Default 1 s.
+    /// Maximum interval between two samples. Default 1 s.
     pub sample_max: Duration,
-    /// The greatest age of a sample that anything is granted on, or grows by. Default 5 times `sample_max`.
+    /// Maximum age of a sample used for grants and growth. Default 5 times `sample_max`.
     #[serde(default = "sample_age_max")]
     pub sample_age_max: Duration,
-    /// Fastest rate at which memory is expected to disappear, in MiB per second. Default 6000.
+    /// Highest expected rate of memory consumption, in MiB per second. Default 6000.
     pub fill_rate_mib_per_s: u32,
 }
 
 impl PressureParams {
-    /// Five of the slowest intervals. Our choice: a sample may be late and one may be lost.
+    /// Five sampling intervals of maximum length. Our choice: tolerates one late and one lost sample.
     #[must_use]
     pub const fn age_max(sample_max: Duration) -> Duration {
         sample_max.saturating_mul(5)
     }
 
-    /// The defaults, scaled to a budget.
+    /// The defaults for a budget.
     #[must_use]
     pub fn scaled_to(budget: Bytes) -> Self {
         Self {
@@ -153,23 +154,23 @@ impl PressureParams {
     }
 }
 
-/// How memory is taken back.
+/// How memory is reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedParams {
-    /// What a shed under pressure leaves above the upper watermark, so that one action is enough where ten would
-    /// nibble. Default 5 % of the budget.
+    /// Headroom above the upper watermark that a shed under pressure aims for, to replace many small sheds by one.
+    /// Default 5 % of the budget.
     pub minimum_reclaim: Bytes,
-    /// Time for the effect of a shed to show before the next one. Default 250 ms.
+    /// Time for a shed to take effect before the next one. Default 250 ms.
     pub settle: Duration,
-    /// How long a holder has to reach a lower target, by its class. Default 50 ms, 250 ms, 2 s, 2 s.
+    /// Time for a holder to reach a lower target, by class. Default 50 ms, 250 ms, 2 s, 2 s.
     pub deadlines: ClassDeadlines,
-    /// How long after its end a lease's bytes stay on the book while no measurement tells; then they are unaccounted.
-    /// Default 5 s.
+    /// Time for which the bytes of an ended lease stay in the ledger without a measurement; afterwards they are
+    /// unaccounted. Default 5 s.
     pub verify_timeout: Duration,
 }
 
 impl ShedParams {
-    /// The defaults, scaled to a budget.
+    /// The defaults for a budget.
     #[must_use]
     pub fn scaled_to(budget: Bytes) -> Self {
         Self {
@@ -181,7 +182,7 @@ impl ShedParams {
     }
 }
 
-/// How long a holder has to reach a lower target, by its class.
+/// Time for a holder to reach a lower target, by class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassDeadlines {
     /// For [`Class::AudioRealtime`].
@@ -195,7 +196,7 @@ pub struct ClassDeadlines {
 }
 
 impl ClassDeadlines {
-    /// The one for `class`.
+    /// Returns the deadline of `class`.
     #[must_use]
     pub const fn of(&self, class: Class) -> Duration {
         match class {
@@ -225,11 +226,11 @@ pub struct LeaseParams {
     pub term_min: Duration,
     /// Longest term. Default 5 min.
     pub term_max: Duration,
-    /// Longest time that a request may wait. Default 60 s.
+    /// Longest wait of a request. Default 60 s.
     pub wait_max: Duration,
-    /// Requests that may wait at once; those of one user take half of the places at the most. Default 64.
+    /// Maximum number of waiting requests; one user may occupy half of it. Default 64.
     pub queue_max: u32,
-    /// Leases and waiting requests of one user. Default 64.
+    /// Maximum number of leases and waiting requests of one user. Default 64.
     pub leases_per_uid: u32,
 }
 
@@ -245,18 +246,18 @@ impl Default for LeaseParams {
     }
 }
 
-/// What context and speed are worth to each other when the engine gives something up or grows back.
+/// Relative value of context and speed in sheds and growth of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "kebab-case")]
 pub enum ResidencyMode {
-    /// Whichever costs the user less time: reading a prompt again, or streaming layers for an answer.
+    /// Minimizes the user's wait: for recomputing a prompt, or for streaming layers during an answer.
     #[error("balanced")]
     #[default]
     Balanced,
-    /// Layers before KV capacity: slower, and remembers more.
+    /// Gives up layers before KV capacity: slower, with more context.
     #[error("max-context")]
     MaxContext,
-    /// KV capacity before layers: as fast as can be, with a short memory.
+    /// Gives up KV capacity before layers: faster, with less context.
     #[error("max-speed")]
     MaxSpeed,
 }
@@ -264,32 +265,32 @@ pub enum ResidencyMode {
 /// The LLM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineParams {
-    /// KV capacity when memory is plentiful; the model's own limit bounds it.
+    /// KV capacity when memory is plentiful; limited by the model's context.
     pub kv_wanted: Tokens,
-    /// KV capacity below which the engine is of no use.
+    /// Lowest usable KV capacity.
     pub kv_floor: Tokens,
-    /// In what form KV is kept when memory is plentiful. Default `f16`.
+    /// KV type when memory is plentiful. Default `f16`.
     #[serde(default)]
     pub kv_type: KvType,
-    /// The smallest type to which KV is converted when memory is short; `kv_type` where it never is. Default `f16`, so
-    /// that nothing is converted unless the configuration says so.
+    /// The smallest type to which KV is converted when memory is short; `kv_type` disables conversion. Default `f16`:
+    /// no conversion unless configured.
     #[serde(default)]
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
-    /// The most that a chunk may have while parts are streamed, where that makes prompts faster: so often doubled as fits.
-    /// Below twice `prefill_chunk` it never grows, as in the time before there was a choice. Default 512.
+    /// Maximum chunk while parts are streamed: `prefill_chunk` is doubled as often as fits, if that makes prompts
+    /// faster. Below twice `prefill_chunk` it never grows, as in versions before this setting. Default 512.
     #[serde(default)]
     pub prefill_chunk_max: Tokens,
-    /// Layers that stay resident whatever happens. Default 0.
+    /// Layers that are always resident. Default 0.
     pub resident_min: u32,
-    /// What goes first.
+    /// What a shed gives up first.
     pub mode: ResidencyMode,
-    /// How long loading may take before the workers are started without waiting for it. Default 120 s.
+    /// Time allowed for loading before the workers are started without waiting for it. Default 120 s.
     pub load_timeout: Duration,
-    /// How long the engine may take over a plan before it is asked again. Default 2 s: one prefill chunk on a slow CPU.
+    /// Time allowed for applying a plan before it is requested again. Default 2 s: one prefill chunk on a slow CPU.
     pub apply_timeout: Duration,
-    /// When it may be loaded again after a failure.
+    /// Limits on loading it again after failures.
     pub restart: RestartParams,
 }
 
@@ -314,34 +315,33 @@ impl Default for EngineParams {
 /// A worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerParams {
-    /// Its name, in the book and everywhere.
+    /// Its name in the ledger, the journal and the API.
     pub name: String,
     /// Urgency.
     pub class: Class,
-    /// What it holds while it works, where it has no variants.
+    /// Memory held while running; for a worker without variants.
     pub steady: Bytes,
-    /// The most it needs while it starts, where it has no variants; at least `steady`.
+    /// Peak memory during its start, at least `steady`; for a worker without variants.
     pub peak: Bytes,
-    /// Sizes it can be run in; the first is the one it starts with. Empty for a worker of one size.
+    /// Available sizes; it starts with the first. Empty for a worker of one size.
     pub variants: Vec<VariantParams>,
-    /// What it comes down to when it is notified that memory is short; `None` when it cannot be notified, or keeps what
-    /// it has.
+    /// Size to which it shrinks when notified of a shortage; `None` if it cannot be notified or does not shrink.
     pub shrinks_to: Option<Bytes>,
     /// When and how it is started.
     #[serde(flatten)]
     pub start: StartParams,
     /// Time between SIGTERM and SIGKILL. Default 1 s.
     pub stop_grace: Duration,
-    /// Whether it is never stopped nor made smaller to make room. Default no.
+    /// Whether it is exempt from being stopped or shrunk to make room. Default no.
     #[serde(default)]
     pub pinned: bool,
-    /// Whether it asks for a lease of its own, by its name. Until then its peak is booked for it.
+    /// Whether it requests a lease itself, under its name. Until then its peak is booked.
     #[serde(default)]
     pub own_lease: bool,
-    /// What it does when it is idle or has grown.
+    /// Behaviour when it is idle or has grown.
     #[serde(flatten)]
     pub rest: RestParams,
-    /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
+    /// Unique name of its program and model; learned peaks apply to this name only.
     pub model: Option<String>,
 }
 
@@ -350,37 +350,35 @@ pub struct WorkerParams {
 pub struct StartParams {
     /// Whether it is started with the supervisor.
     pub autostart: bool,
-    /// Workers with a smaller number are started first; of equal ones, the first by name.
+    /// Workers with a lower number start first; ties by name.
     pub start_order: u32,
-    /// Workers, or the engine's tenant name, that must be up or given up before it is started.
+    /// Workers, or the engine's tenant name, that must be ready or have failed permanently before it starts.
     #[serde(default)]
     pub after: Vec<String>,
-    /// Whether it is started before the engine is loaded.
+    /// Whether it starts before the engine is loaded.
     #[serde(default)]
     pub before_engine: bool,
-    /// How long it may take to answer. Default 60 s.
+    /// Time allowed until it is ready. Default 60 s.
     pub ready_timeout: Duration,
-    /// How long it takes to start, for the comparison of costs. Default 1 s while unknown.
+    /// Duration of a start, for cost comparisons. Default 1 s while unknown.
     pub reload: Duration,
-    /// When it may be started again after a failure.
+    /// Limits on restarts after failures.
     pub restart: RestartParams,
 }
 
-/// What a worker does when it is idle or has grown.
+/// Behaviour of a worker when it is idle or has grown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestParams {
-    /// Time without work after which it is asked into its smallest variant.
+    /// Idle time after which it is switched to its smallest variant.
     pub idle_shrink_after: Option<Duration>,
-    /// Time without work after which it is stopped, to be started by the next request.
+    /// Idle time after which it is stopped; the next request starts it.
     pub idle_stop_after: Option<Duration>,
-    /// Measured memory above which it winds down and is started again.
+    /// Measured memory above which it is recycled.
     pub recycle_above: Option<Bytes>,
-    /// Whether it winds down and is started again when what is left after its work grows without end, beyond its peak, and
-    /// memory is wanted.
+    /// Whether it is recycled when its memory after requests keeps growing beyond its peak and memory is wanted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub recycle_leaks: bool,
-    /// Whether its sizes were left to be learned: its peak is what the first start reserves, and afterwards the kernel's
-    /// figures count.
+    /// Whether its sizes are learned: the first start reserves `peak`, later ones use the kernel's figures.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub auto: bool,
 }
@@ -419,14 +417,14 @@ impl Default for StartParams {
 }
 
 impl WorkerParams {
-    /// What it holds while it works in `variant`; in its first one if `variant` is unknown.
+    /// Returns the memory held while running in `variant`; in the first one if `variant` is unknown.
     #[must_use]
     pub fn steady_of(&self, variant: Option<&str>) -> Bytes {
         self.variant(variant)
             .map_or(self.steady, |variant| variant.steady)
     }
 
-    /// The most it needs to get into `variant`; into its first one if `variant` is unknown.
+    /// Returns the peak memory for switching to `variant`; to the first one if `variant` is unknown.
     #[must_use]
     pub fn peak_of(&self, variant: Option<&str>) -> Bytes {
         self.variant(variant)
@@ -434,7 +432,7 @@ impl WorkerParams {
             .max(self.steady_of(variant))
     }
 
-    /// The settings for a variant; those of the first one if it is unknown.
+    /// Returns a variant's settings; those of the first one if the name is unknown.
     pub(super) fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
         self.variants
             .iter()
@@ -443,29 +441,29 @@ impl WorkerParams {
     }
 }
 
-/// One size that a worker can be run in.
+/// One size of a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VariantParams {
     /// Its name: `grammar`, `open`.
     pub name: String,
-    /// What the worker holds while it works.
+    /// Memory held while running.
     pub steady: Bytes,
-    /// The most it needs to get there; at least `steady`.
+    /// Peak memory on the way to it; at least `steady`.
     pub peak: Bytes,
 }
 
-/// When something that failed may be started again.
+/// Limits on restarts after failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartParams {
-    /// Failures within the window that are answered with a restart; one more gives up. Default 3.
+    /// Failures within the window that are followed by a restart; one more ends the restarts. Default 3.
     pub intensity: u32,
     /// The window. Default 60 s.
     pub window: Duration,
-    /// Wait before the first restart; doubles with each failure in a row. Default 500 ms.
+    /// Wait before the first restart; doubled with each consecutive failure. Default 500 ms.
     pub backoff_min: Duration,
     /// Longest wait. Default 30 s.
     pub backoff_max: Duration,
-    /// How long it must have answered before its failures are forgotten. Default 60 s.
+    /// Time after which a ready process has its failures cleared. Default 60 s.
     pub stable_after: Duration,
 }
 
@@ -481,7 +479,7 @@ impl Default for RestartParams {
     }
 }
 
-/// One thing that is wrong with [`Params`].
+/// One fault in [`Params`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting}: `{value}` {problem}")]
 pub struct ParamFault {
@@ -489,11 +487,11 @@ pub struct ParamFault {
     pub setting: String,
     /// Its value.
     pub value: String,
-    /// What is wrong, with the limit.
+    /// The fault, with the limit.
     pub problem: String,
 }
 
-/// Everything that is wrong with [`Params`].
+/// All faults in [`Params`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
 pub struct ParamsError {
@@ -522,18 +520,18 @@ impl Params {
         }
     }
 
-    /// Settings of the worker `name`.
+    /// Returns the settings of the worker `name`.
     #[must_use]
     pub fn worker(&self, name: &str) -> Option<&WorkerParams> {
         self.workers.iter().find(|worker| worker.name == name)
     }
 }
 
-/// Name of the engine's own lease in the book.
+/// Tenant name of the engine's own lease.
 pub const ENGINE_TENANT: &str = "llm";
 
-/// Part of a promise, in thousandths, that must be measured back before a target counts as reached. Ollama accepts 75 % and
-/// over-commits; page rounding explains a few percent.
+/// Part of a promised release, in thousandths, that must be measured before a target counts as reached. Ollama accepts
+/// 75 % and over-commits; page rounding explains a few percent.
 pub const VERIFY_PER_MILLE: u32 = 900;
 
 /// Upper watermark: 2.0 GiB of 15 656 MiB, below which voice on an Orin NX degraded in the field.
@@ -542,22 +540,22 @@ const ELEVATED_PER_MILLE: u32 = 130;
 const CRITICAL_PER_MILLE: u32 = 65;
 /// Last resort: 0.4 to 0.5 GiB of 15 656 MiB.
 const LAST_RESORT_PER_MILLE: u32 = 30;
-/// Below the minimum reclaim, so that one shed ends the level; above the noise of one sample.
+/// Less than the minimum reclaim, so that one shed ends the level; more than the noise of one sample.
 const HYSTERESIS_PER_MILLE: u32 = 20;
-/// kubelet's eviction threshold has a minimum reclaim too. A quarter of 636 MiB took every layer of a small model for a shortage
-/// of 6 MiB, and 8 % of it half of them.
+/// kubelet's eviction threshold has a minimum reclaim too. With a quarter of 636 MiB, a shortage of 6 MiB took every
+/// layer of a small model; with 8 %, half of them.
 const MINIMUM_RECLAIM_PER_MILLE: u32 = 50;
-/// lmkd-linux calms down for 60 s; kubelet's 5 min are too slow for voice.
+/// lmkd-linux waits 60 s; kubelet's 5 min are too slow for voice.
 const DWELL: Duration = Duration::from_secs(60);
-/// The field on a board of this kind: Elevated is waited out for 2 s, Critical is not.
+/// Field practice on a board of this kind: tolerate Elevated for 2 s, Critical not at all.
 const GRACE: Duration = Duration::from_secs(2);
-/// lmkd polls every 10 ms after an event; earlyoom never waits longer than 1 s.
+/// lmkd polls every 10 ms after an event; earlyoom waits at most 1 s.
 const SAMPLE_MIN: Duration = Duration::from_millis(10);
 const SAMPLE_MAX: Duration = Duration::from_secs(1);
 fn sample_age_max() -> Duration {
     PressureParams::age_max(SAMPLE_MAX)
 }
-/// What earlyoom saw with `stress -m 4 --vm-bytes 4G` on a desktop.
+/// Rate measured by the authors of earlyoom with `stress -m 4 --vm-bytes 4G` on a desktop.
 const FILL_RATE_MIB_PER_S: u32 = 6000;
 /// Longer than unmapping 1 GiB takes (151 ms measured).
 const SETTLE: Duration = Duration::from_millis(250);

@@ -1,11 +1,11 @@
-//! Price of memory: what a user waits for what is given up, in microseconds, until it is likely back.
+//! Price of memory: the user's expected wait caused by giving it up, in microseconds.
 //!
-//! The wait with a plan of the engine is that for its weights ([`Price::weights_us`]) and that for its KV
-//! ([`Price::kv_us`]); nothing else prices a layer or a block. One token takes the longer of computing and reading
-//! ([`Calibration::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each of which
-//! reads what is streamed once; context that is lost has to be read again, as likely as it is needed: that of a conversation
-//! by how long it has been idle. What other holders give up is priced in the same unit. [`weight`] says by how much the wait
-//! of a class counts.
+//! The price of an engine plan is the wait for its weights ([`Price::weights_us`]) plus that for its KV
+//! ([`Price::kv_us`]); there is no other price of a layer or a block. A token takes the longer of computing and reading
+//! ([`Calibration::token_us`]), so reading hidden behind computing is free. A prompt is processed in chunks, each of
+//! which reads the streamed layers once. Lost context has to be recomputed, weighted by the probability that it is
+//! needed; for a parked conversation that depends on its idle time. Memory of other holders is priced in the same unit.
+//! [`weight`] is the factor for the wait of a class.
 
 use std::time::Duration;
 
@@ -18,20 +18,20 @@ use super::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// A conversation in the KV cache beside the one that is computed.
+/// A parked conversation in the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptConversation {
-    /// Tokens of capacity that its end frees. It is given up as a whole.
+    /// Tokens of capacity that its end frees. Evicted as a whole.
     pub capacity: Tokens,
-    /// Tokens that a later prompt of it has to read again then.
+    /// Tokens that its next prompt has to recompute after that.
     pub tokens: Tokens,
-    /// How often in a thousand it is likely needed.
+    /// Probability that it is needed, in thousandths.
     pub needed: u32,
 }
 
 impl KeptConversation {
-    /// How often in a thousand a conversation is likely needed that has been idle so long, or one that another one has taken the
-    /// place of.
+    /// Returns the probability, in thousandths, that a conversation with this idle time is needed; the minimum if
+    /// another one has replaced it.
     #[must_use]
     pub fn needed(idle: Duration, is_superseded: bool) -> u32 {
         let half = u128::from(IDLE_LONG_S) * 1_000_000;
@@ -41,18 +41,18 @@ impl KeptConversation {
     }
 }
 
-/// Contents of the KV cache, by which its capacity is priced.
+/// Contents of the KV cache, as inputs of its price.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvContents {
-    /// Tokens that the last answer has left for the next prompt, while no request runs.
+    /// Tokens kept from the last answer for the next prompt, while no request runs.
     pub kept: Tokens,
-    /// Conversations beside it, those that are likeliest needed first.
+    /// Parked conversations, the most probably needed first.
     pub beside: Vec<KeptConversation>,
     /// Tokens that the running answer needs.
     pub used: Tokens,
     /// Tokens in the cache, whether or not a request runs.
     pub held: Tokens,
-    /// Capacity that tokens have touched. What lies beyond takes no memory yet, and nothing is lost with it.
+    /// Capacity touched by tokens. The rest takes no memory yet, and its loss costs nothing.
     pub touched: Tokens,
 }
 
@@ -65,7 +65,7 @@ impl KvContents {
         Tokens::new(beside.fold(certain, u32::saturating_add))
     }
 
-    /// A cache that will be filled as far as it may be: for the plan that a model is loaded with.
+    /// Returns the contents of a cache that will be filled completely, for the plan of a load.
     #[must_use]
     pub fn to_come(limits: &PlanLimits) -> Self {
         Self {
@@ -83,14 +83,14 @@ pub struct Price<'a> {
     mode: ResidencyMode,
     /// All weights of the model.
     weights: Bytes,
-    /// The mean of its parts.
+    /// Mean size of its parts, bytes.
     part: u64,
     /// Capacity of its full plan.
     kv_wanted: Tokens,
 }
 
 impl<'a> Price<'a> {
-    /// The prices of a model's plans.
+    /// Creates the prices for the plans of a model.
     #[must_use]
     pub fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
         let layers: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
@@ -104,7 +104,8 @@ impl<'a> Price<'a> {
         }
     }
 
-    /// The price of `to` for one that has `from`: the longer wait, and the time to bring back what was given up.
+    /// Returns the price of a change between two plans, µs: the additional wait, and the time to restore what is given
+    /// up.
     #[must_use]
     pub fn given_up(&self, from: &EnginePlan, to: &EnginePlan, kv: &KvContents) -> u64 {
         let streamed = |plan: &EnginePlan| self.shape.bytes_without(&plan.resident);
@@ -114,7 +115,7 @@ impl<'a> Price<'a> {
             .saturating_add(self.kv_given_up(cache(from), cache(to), kv))
     }
 
-    /// The part of [`Self::given_up`] that layers and chunk have in it, by what is streamed.
+    /// Returns the share of layers and prefill chunk in [`Self::given_up`], from the streamed bytes of each plan.
     #[must_use]
     pub fn weights_given_up(&self, from: (Bytes, Tokens), to: (Bytes, Tokens)) -> u64 {
         let more = self.speed.reading_us(to.0.saturating_sub(from.0));
@@ -125,7 +126,7 @@ impl<'a> Price<'a> {
             .saturating_add(moving_us(chunk))
     }
 
-    /// The part of [`Self::given_up`] that the KV cache has in it.
+    /// Returns the share of the KV cache in [`Self::given_up`].
     #[must_use]
     pub fn kv_given_up(
         &self,
@@ -146,10 +147,11 @@ impl<'a> Price<'a> {
             .saturating_add(moving_us(touched.saturating_add(converted)))
     }
 
-    /// The wait for an answer and its prompts with `streamed` of the weights read for each token and chunk, µs.
+    /// Returns the wait for an answer and its prompts with `streamed` bytes of weights read for each token and chunk,
+    /// µs.
     #[must_use]
     pub fn weights_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
-        // Of each streamed part the ring holds so much while those before it are computed on.
+        // The part of each streamed layer that the ring holds is read while the preceding layers are computed.
         let ahead = u128::from(self.shape.ring_bytes.get()) * u128::from(streamed.get());
         let exposed = streamed.saturating_sub(Bytes::new(clamped(ahead / u128::from(self.part))));
         let token = self.speed.token_us(self.weights, (streamed, exposed));
@@ -158,7 +160,8 @@ impl<'a> Price<'a> {
             .saturating_add(self.prompts_us(streamed, chunk))
     }
 
-    /// The wait for prompts alone, µs: each chunk takes the longer of computing its tokens and of reading what is streamed.
+    /// Returns the wait for the prompts alone, µs: each chunk takes the longer of computing its tokens and reading the
+    /// streamed layers.
     #[must_use]
     pub fn prompts_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
         let tokens = u128::from(chunk.get().max(1));
@@ -168,10 +171,10 @@ impl<'a> Price<'a> {
         self.preferred(clamped(us), self.mode != ResidencyMode::MaxContext)
     }
 
-    /// The wait for context that a cache of `capacity` does not keep, or keeps as `kind` with less precision, µs.
+    /// Returns the wait for context that a cache of `capacity` cannot keep, or keeps as `kind` with less precision, µs.
     ///
-    /// What the sequence has is needed for certain. Of what lies beyond, less is needed the further it is: from nearly
-    /// certain down to one time in eight for the last token of what is wanted.
+    /// Tokens of the sequence are needed with certainty. Beyond them the probability falls linearly with the position,
+    /// from nearly 1 to one eighth for the last token of the wanted capacity.
     #[must_use]
     pub fn kv_us(&self, capacity: Tokens, kind: KvType, kv: &KvContents) -> u64 {
         let [capacity, kept, used, occupied, held, touched, wanted] = [
@@ -185,13 +188,13 @@ impl<'a> Price<'a> {
         ]
         .map(|tokens| u128::from(tokens.get()));
         let certain = kept.max(used);
-        // Unless the mode asks for context, capacity that no token has touched is worth nothing yet.
+        // Except in the mode that prefers context, untouched capacity is worth nothing yet.
         let whole = match self.mode {
             ResidencyMode::MaxContext => wanted.max(touched),
             ResidencyMode::Balanced | ResidencyMode::MaxSpeed => touched,
         };
-        // A sequence that has lost its end is read again as a whole where it cannot be cut back: a recurrent state cannot
-        // be taken back, and neither can windows that have passed on.
+        // A truncated sequence is recomputed as a whole if it cannot be cut back: a recurrent state, or a window that
+        // has moved on, cannot be rewound.
         let is_cut_back = self.shape.state_bytes == Bytes::ZERO
             && self
                 .shape
@@ -206,7 +209,7 @@ impl<'a> Price<'a> {
         let whole = whole.max(occupied);
         let end = whole - (occupied - certain);
         let missing = self.missing(whole - left.min(whole), end, certain, &kv.beside);
-        // The oldest tokens of a running answer are lost to it.
+        // The running answer loses its oldest tokens for its remaining duration.
         let lost = self.likely(capacity.min(used), used, used) * (LOST_FOR_EVER - 1);
         let imprecise =
             self.likely(0, capacity, held) * u128::from(kind.worth_lost()) / u128::from(IN_FULL);
@@ -215,14 +218,14 @@ impl<'a> Price<'a> {
         self.preferred(clamped(us), self.mode != ResidencyMode::MaxSpeed)
     }
 
-    /// A wait as it counts in this mode: that for the side which the mode does not prefer is for little. The preferred one
-    /// does not become dearer by it, so that no worker is stopped for it.
+    /// Scales a wait by the mode: the side that is not preferred counts 1/1024. The preferred side keeps its price, so
+    /// that the mode never causes a worker to be stopped.
     const fn preferred(&self, us: u64, is_preferred: bool) -> u64 {
         if is_preferred { us } else { us / IN_FULL }
     }
 
-    /// Thousandths of tokens likely needed that a cache has no room for, in which so many tokens lack place. What is needed
-    /// least goes first, of the conversations and of what is to come up to `end`.
+    /// Returns the expected tokens to recompute, in thousandths, if the cache is `lacking` that many tokens of
+    /// capacity. The least needed go first, among conversations and future tokens up to `end`.
     fn missing(
         &self,
         mut lacking: u128,
@@ -234,12 +237,12 @@ impl<'a> Price<'a> {
         let mut missing = 0;
         for one in conversations.iter().rev() {
             let needed = u128::from(one.needed);
-            // What is to come is needed less than the conversation from here on.
+            // Future tokens beyond this position are less probable than the conversation.
             let from = (1000 - needed.min(1000)) * wanted / (1000 - NEEDED_LEAST);
             let to_come = end.saturating_sub(from.max(certain)).min(lacking);
             missing += self.likely(end - to_come, end, certain);
             (end, lacking) = (end - to_come, lacking - to_come);
-            // It goes as a whole, and leaves what it has too much to what is to come.
+            // It is evicted as a whole; excess capacity goes to future tokens.
             let capacity = u128::from(one.capacity.get());
             let part = capacity.min(lacking);
             missing += needed * u128::from(one.tokens.get()) * part / capacity.max(1);
@@ -248,38 +251,41 @@ impl<'a> Price<'a> {
         missing + self.likely(end - lacking.min(end), end, certain)
     }
 
-    /// Thousandths of tokens between two that are likely needed, where those below `certain` are.
+    /// Returns the expected number of needed tokens between two positions, in thousandths; those below `certain` count
+    /// fully.
     fn likely(&self, from: u128, to: u128, certain: u128) -> u128 {
         let known = to.min(certain).saturating_sub(from) * 1000;
         let from = from.max(certain);
         let wanted = u128::from(self.kv_wanted.get()).max(1);
-        // The mean of a line is its value in the middle.
+        // The mean of a linear function is its value in the middle.
         let middle = ((from + to) / 2).min(wanted);
         known + to.saturating_sub(from) * (1000 - (1000 - NEEDED_LEAST) * middle / wanted)
     }
 }
 
-/// The price of memory that a tenant gives up, µs: it waits for it as long as it may take over it, and has it read again.
+/// Returns the price of memory given up by a tenant, µs: half its deadline, and the time to read the bytes again.
 #[must_use]
 pub fn of_tenant(bytes: Bytes, deadline: Duration, speed: Calibration) -> u64 {
     (micros(deadline) / 2).saturating_add(speed.reading_us(bytes))
 }
 
-/// The price of a worker's smaller variant, µs: it is loaded, and so is the larger one later.
+/// Returns the price of a switch to a worker's smaller variant, µs: loading it, and later the larger one.
 #[must_use]
 pub fn of_variant(reload: Duration) -> u64 {
     micros(reload).saturating_mul(2)
 }
 
-/// The price of memory that a notified worker gives up, µs: it spares what is of some use to it, less than a variant is.
+/// Returns the price of memory given up by a notified worker, µs: it drops data of some use, which costs less than a
+/// variant.
 #[must_use]
 pub fn of_notification(bytes: Bytes, reload: Duration, speed: Calibration) -> u64 {
     (micros(reload) / 4).saturating_add(speed.reading_us(bytes))
 }
 
-/// The price of a worker's end, µs: what a process loses by it, and `reload` to start it again, for one that was busy lately more
-/// likely at once; so many `times` as what it holds is more than what lasts when it is started again. Nothing is dearer
-/// than work that is lost: one that is not `idle` is stopped only where all idle ones do not suffice.
+/// Returns the price of stopping a worker, µs: the loss of its process's state, and `reload` for the next start,
+/// multiplied by the probability of an early return if it was busy recently, and by `times`, the ratio of its held
+/// bytes to those that stay free after its restart. Work in progress has the highest price: a busy worker (`idle` is
+/// `None`) is stopped only if all idle ones do not suffice.
 #[must_use]
 pub fn of_stop(reload: Duration, idle: Option<Duration>, times: u64) -> u64 {
     let Some(idle) = idle else {
@@ -291,7 +297,7 @@ pub fn of_stop(reload: Duration, idle: Option<Duration>, times: u64) -> u64 {
         .saturating_add(UTTERANCE_US)
 }
 
-/// By how much the wait of a class counts.
+/// Returns the factor for the wait of a class.
 #[must_use]
 pub const fn weight(class: Class) -> u64 {
     match class {
@@ -306,7 +312,7 @@ fn clamped(us: u128) -> u64 {
     u64::try_from(us).unwrap_or(u64::MAX)
 }
 
-/// Microseconds, as prices are counted.
+/// Converts a duration to microseconds, the unit of prices.
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
@@ -315,27 +321,27 @@ const fn moving_us(bytes: Bytes) -> u64 {
     super::speed::in_us(MOVE_NS_PER_MIB, bytes)
 }
 
-/// The price of asking a holder, so that fewer are asked where nothing else differs: one round through the loop.
+/// Price of one request to a holder, the duration of one round through the loop: prefers fewer holders at equal cost.
 pub(super) const ASKING_US: u128 = 100;
-/// An answer of two spoken sentences, which is what a shed slows before it is likely undone.
+/// An answer of two spoken sentences; a shed is probably undone after it.
 const ANSWER_TOKENS: u64 = 48;
-/// Tokens of prompts that are read meanwhile. Our choice: the instructions of an assistant of itself and its tools, and a
-/// question.
+/// Tokens of prompts processed during that time. Our choice: an assistant's instructions and tools, and a question.
 const PROMPT_TOKENS: u64 = 1024;
-/// The first token of a context is always needed, the last of what is wanted so often in a thousand: our choice.
+/// Probability, in thousandths, that the last token of the wanted capacity is needed; that of the first is 1000. Our
+/// choice.
 const NEEDED_LEAST: u128 = 125;
-/// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache; converting its type 0.35 to
-/// 1.5 ms with two threads of a busy machine.
+/// Time to map and touch a MiB: about 0.4 ms, measured on the engine's KV cache. Converting its type takes 0.35 to 1.5
+/// ms with two threads of a busy machine.
 const MOVE_NS_PER_MIB: u64 = 400_000;
-/// How much dearer a token is that is lost than one that can be read again. Our choice.
+/// Price of a lost token relative to one that can be recomputed. Our choice.
 const LOST_FOR_EVER: u128 = 4;
-/// A process that is stopped loses what it has learned, which costs its user an utterance. Our choice.
+/// A stopped process loses its learned state, which costs its user one utterance. Our choice.
 const UTTERANCE_US: u64 = 10_000_000;
-/// After so many seconds of idleness a stop costs little more than the start, and a conversation is needed one time in two.
-/// Our choice.
+/// Idle time, in seconds, after which a stop costs little more than the start, and a conversation is needed with
+/// probability one half. Our choice.
 const IDLE_LONG_S: u64 = 60;
-/// Parts of the whole in which KV types weigh; and the side that a mode does not prefer is worth one of them. Our choice: it
-/// outweighs what models differ in (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
+/// Denominator of the weights of KV types; the side that a mode does not prefer counts one part. Our choice: it exceeds
+/// the differences between models (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
 const IN_FULL: u64 = 1024;
 
 #[cfg(test)]

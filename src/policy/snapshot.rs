@@ -26,39 +26,39 @@ pub enum EngineState {
     /// No model is configured.
     #[default]
     Absent,
-    /// Its header is read, it waits for memory, or it loads.
+    /// The header is being read, the engine waits for memory, or the model is being loaded.
     Loading,
-    /// Answers.
+    /// Serves requests.
     Ready,
-    /// Gone.
+    /// Ended after a failure.
     Failed,
 }
 
-/// The engine as others see it.
+/// The engine's public state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EngineView {
     pub state: EngineState,
     pub shape: Option<ModelShape>,
     pub in_force: Option<EnginePlan>,
-    /// What it has been asked for, if that is not in force yet.
+    /// The requested plan, if it is not in force yet.
     pub asked: Option<EnginePlan>,
-    /// What it should hold when memory is plentiful.
+    /// The plan for plentiful memory.
     pub full: Option<EnginePlan>,
-    /// What its growth waits for; `None` while it has its full plan, or changes.
+    /// Condition that its growth waits for; `None` with the full plan, or during a change.
     pub waits: Option<GrowthWait>,
-    /// Why it failed last, until it is ready again.
+    /// Last failure, until it is ready again.
     pub failure: Option<EngineFailure>,
-    /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
-    /// it was loaded.
+    /// Predicted speed of answers under the plan in force, in thousandths of a token per second, from the measurements
+    /// at load.
     pub milli_tokens_per_s: Option<u64>,
-    /// The same under the full plan.
+    /// The same for the full plan.
     pub full_milli_tokens_per_s: Option<u64>,
-    /// What is in the KV cache.
+    /// Contents of the KV cache.
     pub kv: KvView,
 }
 
 impl EngineView {
-    /// Predicted speed under the plan in force as a part of that under the full plan, in thousandths, at most 1000;
+    /// Returns the predicted speed under the plan in force relative to the full plan, in thousandths, at most 1000;
     /// `None` until both are known.
     #[must_use]
     pub fn speed_permille(&self) -> Option<u64> {
@@ -68,16 +68,16 @@ impl EngineView {
     }
 }
 
-/// Contents of the KV cache, as the engine last reported them.
+/// Contents of the KV cache, from the engine's last report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct KvView {
     /// Tokens of the running answer and its prompt.
     pub used: Tokens,
-    /// Tokens that earlier answers have left while nothing runs, with the place of the copies of the state to go on from.
+    /// Tokens kept from earlier answers while no request runs, including the space of state copies for resuming them.
     pub kept: Tokens,
-    /// Tokens that the running answer has lost, the oldest, as its request allows.
+    /// Oldest tokens of the running answer that were dropped, as its request permits.
     pub dropped: Tokens,
-    /// What is held and not touched yet, so that it takes no memory.
+    /// Bytes held but not touched yet, which take no memory.
     pub untouched: Bytes,
 }
 
@@ -88,22 +88,22 @@ pub enum WorkerState {
     /// Not running, and not wanted.
     #[default]
     Stopped,
-    /// Wanted, and there is no memory for it yet.
+    /// Wanted, and waiting for memory.
     AwaitingMemory,
-    /// Wanted, and waits after a failure.
+    /// Wanted, and in back-off after a failure.
     BackingOff,
-    /// Runs and does not answer yet.
+    /// Running, and not ready yet.
     Starting,
-    /// Answers.
+    /// Serves requests.
     Ready,
-    /// Has been asked to stop.
+    /// Asked to stop.
     Stopping,
-    /// Failed too often in a short time, or in a way that only an operator can cure.
+    /// Failed too often within the window, or in a way that requires an operator.
     Degraded,
 }
 
 impl WorkerState {
-    /// As messages name it.
+    /// Returns its name in messages.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -118,7 +118,7 @@ impl WorkerState {
     }
 }
 
-/// Why a worker does not run although nothing is wrong with it.
+/// Why a worker without a fault does not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rest {
@@ -126,57 +126,57 @@ pub enum Rest {
     Idle,
     /// An operator stopped it; only an operator starts it.
     Operator,
-    /// Its memory was needed; it comes back when there is room, or with the next request.
+    /// Its memory was reclaimed; it restarts when there is room, or with the next request.
     Shed,
 }
 
-/// A worker as others see it.
+/// A worker's public state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WorkerView {
     pub name: String,
     pub state: WorkerState,
     pub pid: Option<u32>,
     pub variant: Option<String>,
-    /// Starts so far, the first one included.
+    /// Starts so far.
     pub starts: u32,
     pub failures: u32,
-    /// The last exit, in words.
+    /// The last exit, as text.
     pub last_exit: Option<String>,
-    /// What it died of last.
+    /// The last death.
     pub last_death: Option<DeathSummary>,
-    /// When it starts again, while it waits after a failure.
+    /// Time of the next start during a back-off.
     pub retry_at: Option<Timestamp>,
-    /// Why it does not run, when that is for rest.
+    /// Reason for which it does not run, if not a fault.
     pub rest: Option<Rest>,
-    /// Whether it takes nothing new, as it is about to be stopped or restarted.
+    /// Whether it accepts no requests because it is about to be stopped or restarted.
     pub winding_up: bool,
-    /// What it waits for, while there is not enough memory to start it.
+    /// Memory that it waits for, while there is too little to start it.
     pub waits: Option<WorkerWait>,
 }
 
-/// The memory for which a worker waits to be started.
+/// Memory that a worker needs to start, and the memory available.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerWait {
-    /// What has to be free for its start.
+    /// Bytes that must be free for its start.
     pub needs: Bytes,
-    /// What it is set to need; `needs` is more where more was seen.
+    /// The configured need; `needs` is larger if more was measured.
     pub configured: Bytes,
     pub free: Bytes,
-    /// The most that it can ever have, while those stay that keep what they have.
+    /// Maximum memory available to it, given what the `keepers` keep.
     pub most: Bytes,
-    /// Those, and what each keeps.
+    /// Holders that are not reclaimed for it, with the bytes that each keeps.
     pub keepers: Vec<(String, Bytes)>,
 }
 
 impl WorkerWait {
-    /// Whether it cannot be started, however long it waits.
+    /// Whether it cannot start, however long it waits.
     #[must_use]
     pub fn is_out_of_reach(&self) -> bool {
         self.needs > self.most
     }
 }
 
-/// The whole state. In JSON the groups are not to be seen: their fields stand beside each other.
+/// The whole state. In JSON, the fields of the groups are flattened into one object.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
     pub at: Timestamp,
@@ -184,26 +184,27 @@ pub struct Snapshot {
     pub memory: MemoryView,
     #[serde(flatten)]
     pub pressure: PressureView,
-    /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
-    /// their holders are measured to use memory; and requests that wait.
+    /// All leases, including ended ones whose holders still use memory
+    /// ([`LeaseState::Gone`](super::lease::LeaseState::Gone), nothing held), and waiting requests.
     pub leases: Vec<LeaseView>,
     pub waiting: u32,
     pub engine: EngineView,
     pub workers: Vec<WorkerView>,
-    /// What was learned of holders' peaks.
+    /// Learned peaks of holders.
     pub peaks: Peaks,
     pub draining: bool,
     #[serde(flatten)]
     pub totals: Totals,
-    /// What became of the last memory that was given back, on a board with a page pool for the GPU.
+    /// Destination of the last release, on a board with a page pool for the GPU.
     pub last_release: Option<Release>,
-    /// Why a reboot is advised; empty while none is.
+    /// Reasons for advising a reboot; empty if none is advised.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub reboot: Vec<RebootReason>,
 }
 
 impl Snapshot {
-    /// Whether nothing is to be given back and nothing waits for memory, so that more may be done than was asked for.
+    /// Whether the level is Normal, no request waits and no reclaim is in progress, so that optional memory may be
+    /// used.
     #[must_use]
     pub fn is_ample(&self) -> bool {
         self.pressure.level == PressureLevel::Normal
@@ -212,59 +213,59 @@ impl Snapshot {
     }
 }
 
-/// The budget, and what of it is held and used.
+/// The budget and its use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryView {
     pub budget: Bytes,
-    /// Sum of all leases, those in transition with the larger of old and new.
+    /// Sum of all leases; those in transition count with the larger of old and new size.
     pub held: Bytes,
-    /// What all holders were measured to use.
+    /// Measured use of all holders.
     pub used: Bytes,
-    /// Measured use beyond what is held, of known holders and of unmanaged processes.
+    /// Measured use beyond `held`, by known holders and by unmanaged processes.
     pub unaccounted: Bytes,
-    /// Budget minus held minus unaccounted; zero when those are more.
+    /// Budget minus held minus unaccounted; at least zero.
     pub free: Bytes,
-    /// The part of `unaccounted` that no known holder uses.
+    /// The part of `unaccounted` used by unmanaged processes.
     pub unmanaged: Bytes,
-    /// The part of `free` that is kept for the engine and workers that are to come back.
+    /// The part of `free` reserved for restarting the engine and workers.
     pub returning: Bytes,
-    /// The part of `held` that holders have been asked to give back and that is not measured back yet.
+    /// The part of `held` that is being reclaimed and not measured as released yet.
     pub coming_back: Bytes,
 }
 
-/// The pressure level, and the figures that it comes from.
+/// The pressure level and its inputs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PressureView {
-    /// What can still be used before the budget is used up, by the last sample; `None` before the first. The part of the
-    /// reserve that is not used does not count.
+    /// Remaining memory of the budget in the last sample; `None` before the first. The unused part of the reserve does
+    /// not count.
     pub headroom: Option<Bytes>,
     pub level: PressureLevel,
     /// Headroom below which the level is Elevated.
     pub elevated_below: Bytes,
     /// Headroom below which the level is Critical.
     pub critical_below: Bytes,
-    /// What a shed under pressure leaves above `elevated_below`.
+    /// Headroom above `elevated_below` that a shed under pressure aims for.
     pub minimum_reclaim: Bytes,
-    /// What headroom has been losing per second over the last seconds.
+    /// Recent loss of headroom per second, over a few seconds.
     pub losing_per_s: Bytes,
-    /// When nothing will be left at that rate, if that is near.
+    /// Time until exhaustion at that rate, if it is near.
     pub exhausted_in: Option<Duration>,
-    /// How long the last sample is trusted.
+    /// Time until the next sample.
     pub sample_interval: Duration,
     pub sample: Option<Sample>,
-    /// The memory that the budget is a part of.
+    /// The memory that contains the budget.
     #[serde(flatten)]
     pub machine: MachineMemory,
 }
 
-/// What was given back and grown back so far.
+/// Totals of sheds and growth.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Totals {
     /// Sheds carried out.
     pub sheds: u64,
-    /// Bytes that sheds took off the book, touched or reserved.
+    /// Bytes removed from the ledger by sheds, touched or not.
     pub shed_bytes: Bytes,
-    /// Bytes grown back.
+    /// Bytes regrown.
     pub regrown_bytes: Bytes,
 }
 
