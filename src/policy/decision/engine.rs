@@ -12,19 +12,19 @@ use cotenant_units::Bytes;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineDecision {
-    /// The model is not loaded, since no memory that comes free would suffice.
+    /// The model is not loaded: its floor exceeds all memory that can become free.
     #[error(
         "the model is not loaded: {error} with all memory free; use a smaller model or `llm.kv_floor`, or a larger \
          budget"
     )]
     FloorExceedsBudget { error: FloorError },
-    /// A model was inspected, and no engine is configured.
+    /// A model was inspected without an engine in the configuration.
     #[error("`{model}` was inspected, and no engine is configured")]
     NotConfigured { model: String },
-    /// A model was inspected while one is loaded, and is ignored.
+    /// A model was inspected while another is loaded; ignored.
     #[error("`{model}` was inspected while a model is loaded: ignored")]
     AlreadyLoaded { model: String },
-    /// The memory of a model is known.
+    /// The memory of a model was inspected.
     #[error("`{model}` has {layers} layers, {token} of KV for each token and needs {full} in full")]
     Inspected {
         model: String,
@@ -33,7 +33,7 @@ pub enum EngineDecision {
         token: Bytes,
         full: Bytes,
     },
-    /// A model that failed is loaded again after a wait.
+    /// A model that failed is loaded after a back-off.
     #[error("the model was inspected again; it is loaded in {:.1} s", wait.as_secs_f64())]
     LoadDelayed { wait: Duration },
     /// The floor does not fit now.
@@ -44,12 +44,12 @@ pub enum EngineDecision {
     WaitsForMemory {
         error: FloorError,
         free: Bytes,
-        /// Kept for workers.
+        /// Reserved for workers.
         kept: Bytes,
         headroom: Bytes,
         watermark: Bytes,
     },
-    /// The model is loaded.
+    /// Loading of the model begins.
     #[error(
         "loading the engine with {plan}, {full} in full: {free} is free after it, {kept} of that is kept for workers"
     )]
@@ -57,10 +57,10 @@ pub enum EngineDecision {
         plan: PlanSize,
         full: Bytes,
         free: Bytes,
-        /// Kept for workers, of what is free.
+        /// Part of `free` that is reserved for workers.
         kept: Bytes,
     },
-    /// A report about a plan that is not waited for is ignored.
+    /// A report about a plan that is not pending was ignored.
     #[error("report about plan {revision} ignored: {stray}")]
     StrayPlan { revision: u64, stray: StrayPlan },
     /// A plan is in force.
@@ -73,7 +73,7 @@ pub enum EngineDecision {
         free: Bytes,
         took: Duration,
     },
-    /// A shed gave back less than it promised.
+    /// A shed freed less than promised.
     #[error("engine promised {promised}, {credited} are credited and the kernel shows {freed}")]
     Short {
         promised: Bytes,
@@ -91,7 +91,7 @@ pub enum EngineDecision {
         plan: PlanSize,
         in_force: Option<PlanSize>,
     },
-    /// The engine is gone, and `freed` off the book.
+    /// The engine is gone, and its `freed` bytes were removed from the ledger.
     #[error("the LLM has failed: {reason}; {freed} are off the book; {next}")]
     Gone {
         reason: String,
@@ -103,10 +103,10 @@ pub enum EngineDecision {
         "the answer has lost {tokens} tokens of its context, the oldest, as its request allows: {in_all} in all"
     )]
     ContextLost { tokens: u32, in_all: u32 },
-    /// The plan in force is unknown, and the last known one is asked for.
+    /// The plan in force is unknown; the last known one is sent again.
     #[error("the plan in force is unknown; asking for the last one that was known")]
     Unconfirmed,
-    /// A plan was not answered in time, and is asked for again.
+    /// A plan was not answered in time, and is sent again.
     #[error(
         "the engine has not answered plan {revision} within {:.1} s; asking again",
         after.as_secs_f64()
@@ -126,7 +126,7 @@ pub enum StrayPlan {
     Failed { reason: String },
 }
 
-/// The effect of a plan that is in force; `freed` as the kernel shows it.
+/// Effect of a plan in force; `freed` as measured by the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PlanOutcome {
@@ -135,35 +135,35 @@ pub enum PlanOutcome {
     Shed {
         credited: Bytes,
         freed: Bytes,
-        /// Given up, and never touched.
+        /// Bytes given up that had never been touched.
         untouched: Bytes,
     },
-    /// A prompt's larger chunk has ended, and smaller ones follow.
+    /// The larger chunk of a prompt has ended; smaller ones follow.
     ChunkEnded {
         credited: Bytes,
         freed: Bytes,
     },
     Grown,
-    /// It is what was in force.
+    /// The plan was already in force.
     Confirmed,
 }
 
-/// When an engine that is gone is loaded again.
+/// When the engine is loaded again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum NextLoad {
     #[error("loading again in {:.1} s", .0.as_secs_f64())]
     In(Duration),
-    /// Its file is read again.
+    /// After reading its file again.
     #[error("reading its file again in {:.1} s", .0.as_secs_f64())]
     ReadIn(Duration),
-    /// When the file or the settings have changed.
+    /// After a change of the file or the settings.
     #[error("it is not loaded again until that has changed")]
     NeedsChange,
-    /// It failed too often.
+    /// Not again: it failed too often.
     #[error("it failed too often and is not loaded again")]
     GivenUp,
-    /// When the disk has answered; reads that hang keep so much.
+    /// After the disk has answered; pending reads keep `left`.
     #[error("reads that hang keep {left}, and it is inspected again when the disk has answered")]
     WaitsForDisk { left: Bytes },
     #[error("there is nothing to load")]

@@ -16,27 +16,27 @@ use cotenant_units::Bytes;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
-    /// A lease could not be booked.
+    /// A lease did not fit into the ledger.
     #[error("`{tenant}`: cannot book {asked}: {free} is free")]
     NotBooked {
         tenant: String,
         asked: Bytes,
         free: Bytes,
     },
-    /// The process of the holder has ended, and its memory is credited.
+    /// The holder's process has ended, and its memory is credited.
     #[error(
         "{lease}{}: its process has ended and its memory is free; {free} is free of {budget}",
         with_more(leases - 1)
     )]
     HolderGone {
-        /// The lease by which its end was noticed.
+        /// Lease through which the end was noticed.
         lease: LeaseName,
-        /// How many leases it had, that one included.
+        /// Number of its leases, that one included.
         leases: usize,
         free: Bytes,
         budget: Bytes,
     },
-    /// A holder has answered its target; nothing is credited for that.
+    /// A holder has answered its target; nothing is credited yet.
     #[error("{lease} {}", answered(answer, *claimed))]
     Answered {
         lease: LeaseName,
@@ -50,20 +50,20 @@ pub enum LeaseDecision {
         nonce: u64,
         current: Option<u64>,
     },
-    /// A holder uses more than it holds.
+    /// A holder uses more than its leases hold.
     #[error(
         "`{holder}` uses {used} and holds {held}: {} are unaccounted; {free} is free",
         used.saturating_sub(*held)
     )]
     BeyondLease {
-        /// As whom it is measured.
+        /// Name under which it is measured.
         holder: String,
         used: Bytes,
         held: Bytes,
-        /// What is free; what it uses beyond is not.
+        /// Free memory, without the unaccounted use.
         free: Bytes,
     },
-    /// A target was measured to be reached, and what that freed is credited.
+    /// A measurement shows the target as reached; the freed bytes are credited.
     #[error(
         "{lease} is down to {stays}, {freed} verified after {} ms: it uses {used}; {free} is free of {budget}",
         took.as_millis()
@@ -77,7 +77,7 @@ pub enum LeaseDecision {
         free: Bytes,
         budget: Bytes,
     },
-    /// A holder wanted to come down and was not measured there: it keeps what it holds.
+    /// A holder lowered its lease but was not measured there: it keeps its memory.
     #[error(
         "{lease} wanted to come down to {target} and {}: it keeps what it holds",
         still_uses(*used)
@@ -87,7 +87,7 @@ pub enum LeaseDecision {
         target: Bytes,
         used: Option<Bytes>,
     },
-    /// An ended lease is off the book by a reading.
+    /// An ended lease was removed from the ledger after a reading.
     #[error(
         "{lease} is off the book with {held}{}; {free} is free of {budget}",
         unless_zero("; ", *rest, " is still in use and unaccounted")
@@ -95,22 +95,22 @@ pub enum LeaseDecision {
     Closed {
         lease: LeaseName,
         held: Bytes,
-        /// What of it is still used, and unaccounted.
+        /// Bytes still in use, unaccounted.
         rest: Bytes,
         free: Bytes,
         budget: Bytes,
     },
-    /// An ended lease is off the book by a sample, since its holder cannot be measured.
+    /// An ended lease was removed from the ledger after a sample, since its holder cannot be measured.
     #[error(
         "{lease} has ended and cannot be measured: its {held} are free as far as the last sample shows"
     )]
     ClosedUnmeasured { lease: LeaseName, held: Bytes },
-    /// An ended lease is off the book, and its bytes are unaccounted: no reading was had in time.
+    /// An ended lease was removed from the ledger without a reading in time; its bytes are unaccounted.
     #[error(
         "{lease} has ended and was not measured in time: its {held} are unaccounted until it is"
     )]
     ClosedUnaccounted { lease: LeaseName, held: Bytes },
-    /// An ended lease keeps what its holder may still take, since that has not acknowledged the end.
+    /// An ended lease keeps the bytes that its holder may still take, since the holder has not acknowledged the end.
     #[error(
         "{lease} has ended unacknowledged: {bytes} stay on the book for {:.1} s at most; {free} is free of {budget}",
         at_most.as_secs_f64()
@@ -118,22 +118,22 @@ pub enum LeaseDecision {
     KeptUntilAcknowledged {
         lease: LeaseName,
         bytes: Bytes,
-        /// For how long at most: the rest of its term.
+        /// Upper bound: the rest of its term.
         at_most: Duration,
         free: Bytes,
         budget: Bytes,
     },
-    /// Its holder gives it back, or another process on the holder's behalf; it is free once measured.
+    /// Released by its holder or on the holder's behalf; credited once measured.
     #[error("released {lease} with {held}, free once measured")]
     Released { lease: LeaseName, held: Bytes },
-    /// Its end is acknowledged, by the holder or on its behalf by the user `by`.
+    /// The end was acknowledged by the holder, or on its behalf by the user `by`.
     #[error("{lease}{}", acknowledged(*by, *held))]
     EndAcknowledged {
         lease: LeaseName,
         by: Option<u32>,
         held: Bytes,
     },
-    /// Leases and workers of the run before are taken over.
+    /// Leases and workers of the previous run were taken over.
     #[error(
         "taken over from the run before: {leases} leases, {workers} workers, {held} held of {budget}"
     )]
@@ -143,13 +143,13 @@ pub enum LeaseDecision {
         held: Bytes,
         budget: Bytes,
     },
-    /// A book of an earlier run comes too late, and is not taken over.
+    /// The book of an earlier run arrived too late, and is ignored.
     #[error("a book of an earlier run comes too late and is not taken over")]
     BookTooLate,
-    /// A lease of the run before is not taken over, since a worker has its name now.
+    /// A lease of the previous run was dropped, since a worker now has its name.
     #[error("lease {lease} is not taken over: a worker has its name now")]
     NameTaken { lease: LeaseName },
-    /// A lease of the run before is not taken over, since it does not fit.
+    /// A lease of the previous run was dropped, since it does not fit.
     #[error("lease {lease} is not taken over: its {held} do not fit, {free} is free of {budget}")]
     NotTakenOver {
         lease: LeaseName,
@@ -159,7 +159,7 @@ pub enum LeaseDecision {
     },
 }
 
-/// Why a lease ends against the will of its holder.
+/// Why a lease ends without its holder's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseEnd {
@@ -169,48 +169,48 @@ pub enum LeaseEnd {
     /// Another process of its user, or an operator, released it.
     #[error("was released by uid {uid}, not by its holder")]
     ReleasedByOther { uid: u32 },
-    /// Its holder has not come down to its target in time.
+    /// Its holder did not reach its target in time.
     #[error(
         "ends: {cause}; its target of {target} was due {:.1} s ago, and nothing is credited",
         late.as_secs_f64()
     )]
     NotReduced {
         target: Bytes,
-        /// How long the deadline of the target is over.
+        /// Time since the deadline of the target.
         late: Duration,
         cause: NotReduced,
     },
 }
 
-/// How it is known that a holder has not come down to its target.
+/// Evidence that a holder has not reached its target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum NotReduced {
-    /// It has not answered.
+    /// The holder did not answer.
     #[error("it has not answered")]
     Unanswered,
-    /// It has refused.
+    /// The holder refused.
     #[error("it refused: {reason}")]
     Refused { reason: String },
-    /// A reading that is newer than its answer shows more.
+    /// A reading newer than the answer shows more.
     #[error("{claim} and still uses {used}")]
     Measured { used: Bytes, claim: Claim },
-    /// It has answered, and no reading since then could be taken.
+    /// It answered, and no reading could be taken since.
     #[error("{claim} and cannot be measured")]
     Unmeasurable { claim: Claim },
 }
 
-/// The claim of a holder about a target that it has not been seen to reach.
+/// Claim of a holder about a target that no measurement has confirmed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Claim {
-    /// The memory has been given back.
+    /// The memory has been freed.
     #[error("it answered `applied`")]
     Applied,
     /// It needs more time.
     #[error("it asked for more time")]
     Deferred,
-    /// It asked for less by itself.
+    /// It lowered its lease itself.
     #[error("it asked for less itself")]
     Resized,
 }

@@ -15,7 +15,7 @@ use cotenant_units::Bytes;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDecision {
-    /// It is started, and its peak is held for it.
+    /// The worker is started, with a lease for its peak.
     #[error("starting worker `{worker}` with {peak} held for its peak; {free} is free of {budget}")]
     Starting {
         worker: String,
@@ -23,31 +23,31 @@ pub enum WorkerDecision {
         free: Bytes,
         budget: Bytes,
     },
-    /// It runs and answers nothing, and is ended.
+    /// The worker is running but does not respond, and is ended.
     #[error("worker `{worker}` (pid {pid}) does not respond and is ended: {evidence}")]
     Unresponsive {
         worker: String,
         pid: u32,
         evidence: String,
     },
-    /// It answers.
+    /// The worker responds.
     #[error("worker `{worker}` (pid {pid}) is ready after {} ms", took.as_millis())]
     Ready {
         worker: String,
         pid: u32,
         took: Duration,
     },
-    /// A report does not fit its state, and is ignored.
+    /// A report contradicts the worker's state, and is ignored.
     #[error("worker `{worker}` {report}: ignored")]
     Ignored { worker: String, report: StrayReport },
-    /// It died of something that an operator can cure.
+    /// The worker died of a cause that an operator can remove.
     #[error("remedy: {remedy}")]
     Died {
-        /// The end in one sentence, by its death certificate.
+        /// Summary from the death certificate.
         sentence: String,
         remedy: String,
     },
-    /// Its process is gone, and its memory is credited.
+    /// The process is gone, and its memory is credited.
     #[error(
         "worker `{worker}` exited {}: {freed} returned to the budget, {free} is free",
         if *expected { "as requested" } else { "unexpectedly" }
@@ -55,12 +55,12 @@ pub enum WorkerDecision {
     Exited {
         worker: String,
         cause: String,
-        /// Whether it had been asked to.
+        /// Whether the exit was requested.
         expected: bool,
         freed: Bytes,
         free: Bytes,
     },
-    /// It has failed, and is started again after a wait.
+    /// The worker failed, and is restarted after a back-off.
     #[error(
         "worker `{worker}` starts again in {:.1} s, failure {failures} of {intensity} within {:.0} s",
         wait.as_secs_f64(),
@@ -70,11 +70,11 @@ pub enum WorkerDecision {
         worker: String,
         wait: Duration,
         failures: usize,
-        /// Failures within the window that are answered with a restart.
+        /// Failures within the window that are followed by a restart.
         intensity: u32,
         window: Duration,
     },
-    /// It has failed too often, and is not started again.
+    /// The worker failed too often, and is not restarted.
     #[error(
         "worker `{worker}` failed {failures} times within {:.0} s and is left alone; start it by hand",
         window.as_secs_f64()
@@ -84,22 +84,22 @@ pub enum WorkerDecision {
         failures: usize,
         window: Duration,
     },
-    /// It would fail in the same way again, and is not started again.
+    /// The failure would recur, so the worker is not restarted.
     #[error(
         "worker `{worker}` would end in the same way again and is left alone; start it by hand when its cause is cured"
     )]
     NeedsOperator { worker: String },
-    /// A request starts it.
+    /// A request starts the worker.
     #[error("worker `{worker}` is woken by a request")]
     Woken { worker: String },
-    /// It is asked into another variant.
+    /// The worker is requested to change its variant.
     #[error("worker `{worker}` changes to variant `{variant}`: {cause}")]
     Changing {
         worker: String,
         variant: String,
         cause: ChangeCause,
     },
-    /// It was measured at its size, and its lease comes down to it.
+    /// The worker was measured below its lease, which is lowered.
     #[error(
         "worker `{worker}` uses {used}: its lease comes down by {freed} to {stays}, {free} is free"
     )]
@@ -110,7 +110,7 @@ pub enum WorkerDecision {
         freed: Bytes,
         free: Bytes,
     },
-    /// It uses more than it may: it takes nothing new, and is started again when its requests have ended.
+    /// The worker exceeds its bound: it accepts no requests, and is restarted after the running ones.
     #[error(
         "worker `{worker}` uses {used}, above {above} where it is recycled, and holds {held}: it takes nothing new, \
          ends its {requests} requests and is restarted"
@@ -118,12 +118,12 @@ pub enum WorkerDecision {
     Outgrown {
         worker: String,
         used: Bytes,
-        /// Above this it is started again.
+        /// Bound above which it is restarted.
         above: Bytes,
         held: Bytes,
         requests: u32,
     },
-    /// It has used more than it is set to need at most, and from now on its own peak counts.
+    /// The worker exceeded its configured peak; from now on the measured peak applies.
     #[error(
         "worker `{worker}` used {peak}{}, and its start reserved {configured}: from now on its own peak counts",
         variant.as_ref().map_or_else(String::new, |name| format!(" in variant `{name}`"))
@@ -132,10 +132,10 @@ pub enum WorkerDecision {
         worker: String,
         variant: Option<String>,
         peak: Bytes,
-        /// What it is set to need.
+        /// Configured peak.
         configured: Bytes,
     },
-    /// It was killed at the limit of its control group, so that more has to be free for its next start.
+    /// The worker was killed at the limit of its control group; its next start requires more free memory.
     #[error(
         "worker `{worker}` was killed at the limit of its group with {had}: from now on {needs} has to be free for it"
     )]
@@ -144,14 +144,14 @@ pub enum WorkerDecision {
         had: Bytes,
         needs: Bytes,
     },
-    /// It was asked to come down, has not, and keeps what it holds since it is at work.
+    /// The worker did not shrink when notified, and keeps its memory since it is busy.
     #[serde(alias = "not_smaller")]
     #[error("{0}; it is at work and keeps what it holds")]
     IgnoresPressure(IgnoredPressure),
-    /// It may hold its steady size again.
+    /// The lease is restored to the steady size.
     #[error("worker `{worker}` may hold its {steady} again")]
     Restored { worker: String, steady: Bytes },
-    /// It has changed its variant.
+    /// The worker has changed its variant.
     #[error(
         "worker `{worker}` is in variant `{variant}` after {} ms{}, holds {held}",
         took.as_millis(),
@@ -164,7 +164,7 @@ pub enum WorkerDecision {
         used: Option<Bytes>,
         held: Bytes,
     },
-    /// It could not change its variant.
+    /// The worker could not change its variant.
     #[error("worker `{worker}` stays in variant `{variant}`: {error}{}", uses(*used))]
     VariantKept {
         worker: String,
@@ -172,7 +172,7 @@ pub enum WorkerDecision {
         error: String,
         used: Option<Bytes>,
     },
-    /// It has outlived the run before, and is taken over.
+    /// The worker has outlived the previous run, and is taken over.
     #[error(
         "worker `{worker}` (pid {pid}) has outlived the run before and is taken over with {held}"
     )]
@@ -183,32 +183,32 @@ pub enum WorkerDecision {
     },
 }
 
-/// Why a worker is asked into another variant.
+/// Cause of a change of variant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum ChangeCause {
-    /// A client or an operator wants it, or it gets back what it had.
+    /// Requested by a client or an operator, or returning to an earlier variant.
     #[error("asked for")]
     Asked,
-    /// To make room.
+    /// To free memory.
     #[error("{reason}")]
     Room { reason: ReclaimReason },
-    /// It is idle.
+    /// The worker is idle.
     #[error("nothing to do for {} s", idle.as_secs())]
     Idle { idle: Duration },
 }
 
-/// A report of a worker that does not fit its state.
+/// A report that contradicts the worker's state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum StrayReport {
-    /// It answers, and was not being started.
+    /// It responds, and was not starting.
     #[error("(pid {pid}) answers while it is {}", state.word())]
     Ready { pid: u32, state: WorkerState },
-    /// It has exited, and did not run.
+    /// It exited, and was not running.
     #[error("exited ({cause}) and was not running")]
     Exited { cause: String },
-    /// It has changed, and was not ready.
+    /// It changed its variant, and was not ready.
     #[error("changed to `{variant}` while it does not run")]
     Changed { variant: String },
 }

@@ -1,4 +1,4 @@
-//! The engine's answer to a plan, and what that means.
+//! Engine's answer to a plan, and its effect.
 
 use super::{EngineControl, PINNED_FOR, Pending, PlanKind};
 use crate::{
@@ -7,29 +7,30 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-/// The meaning of an answer.
+/// Effect of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Confirmed {
     /// The model is loaded, and the engine answers.
     Ready,
-    /// Something was given up.
+    /// Memory was given up.
     Shed(Pending),
-    /// The last known plan was asked for again, to know what is in force: nothing was given up, whatever it put right.
+    /// The last known plan was sent again to learn the plan in force. Nothing was given up, whatever the engine
+    /// corrected.
     Repeated,
-    /// More is in force than before.
+    /// The plan in force has grown.
     Grown {
         asked: Pending,
-        /// A request had come meanwhile, so that the larger chunk was left out.
+        /// A request arrived in the meantime, so the larger chunk was omitted.
         without_chunk: bool,
     },
-    /// A chunk that was under way has ended, and with it its larger size.
+    /// The running chunk has ended, and with it its larger size.
     ChunkEnded,
     /// Nothing has changed.
     Unchanged,
 }
 
 impl Confirmed {
-    /// The same as it is reported, with what was credited and freed.
+    /// Converts to the outcome that is reported, with the bytes credited and freed.
     pub(crate) const fn outcome(&self, credited: Bytes, applied: &EngineApplied) -> PlanOutcome {
         let (freed, untouched) = (applied.freed, applied.untouched_given);
         match self {
@@ -47,10 +48,10 @@ impl Confirmed {
 }
 
 impl EngineControl {
-    /// Takes the engine's report of a plan.
+    /// Applies the engine's report of a plan.
     ///
     /// # Errors
-    /// If it answers nothing that is asked of the engine as it is now.
+    /// If it answers no plan of the present load.
     pub(crate) fn confirm(
         &mut self,
         applied: &EngineApplied,
@@ -72,7 +73,7 @@ impl EngineControl {
             && in_force.kv_capacity > asked.plan.kv_capacity
         {
             self.pin_capacity(in_force.kv_capacity, now);
-            // Where the oldest may be dropped the engine has dropped what it can.
+            // If the oldest tokens may be dropped, the engine has already dropped as many as it can.
             self.kv.droppable = Tokens::ZERO;
         }
         let before = self.plans.in_force.take();
@@ -130,7 +131,7 @@ mod tests {
         residency::{EnginePlan, small_model},
     };
 
-    /// An engine that was asked to load, and the plan that it was asked for.
+    /// Returns an engine with a pending load, and the plan of that load.
     fn loading() -> (EngineControl, EnginePlan) {
         let mut engine = EngineControl::new(Some(&EngineParams::default()));
         engine.inspected(small_model(), Timestamp::START);

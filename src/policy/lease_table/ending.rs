@@ -1,4 +1,4 @@
-//! Ends of leases: released, expired or with their holder; measured, and off the book.
+//! Ends of leases: by release, expiry or exit of the holder; measured, then removed from the ledger.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::{
 use cotenant_units::{Bytes, Timestamp};
 
 impl LeaseTable {
-    /// The process of a holder is gone: all of its leases end in one step, for it may have as many as its user may.
+    /// Ends all leases of a process that has exited, in one step: it may hold as many as its user is allowed.
     pub(crate) fn holder_gone(&mut self, id: LeaseId, pid: Option<u32>, turn: &mut Turn<'_>) {
         let lease = self.leases.get(&id);
         let is_holder = |lease: &&Lease| {
@@ -49,8 +49,8 @@ impl LeaseTable {
         });
     }
 
-    /// Begins to end a lease: it cannot be renewed any more, and its bytes stay on the book until a reading shows where
-    /// they are. `claimable` is what its holder may still take as far as it knows: zero if it knows of the end.
+    /// Begins to end a lease: it can no longer be renewed, and its bytes stay in the ledger until a reading shows what
+    /// became of them. `claimable` is what its holder may still take by its own knowledge: zero if it knows of the end.
     pub(crate) fn begin_ending(&mut self, id: LeaseId, claimable: Bytes, turn: &mut Turn<'_>) {
         let now = turn.now;
         if let Some(lease) = self.leases.get_mut(&id) {
@@ -76,11 +76,11 @@ impl LeaseTable {
         self.measure(id, turn);
     }
 
-    /// The holder acknowledges the end of its lease, or its user or an operator does on its behalf. Returns whether that
-    /// was still open.
+    /// Acknowledges the end of a lease, by its holder, its user or an operator. Returns whether the acknowledgement was
+    /// pending.
     ///
     /// # Errors
-    /// If it is, and the peer is neither of them.
+    /// If it is pending, and the peer is none of them.
     pub(crate) fn acknowledge_end(
         &mut self,
         call: &LeaseCall,
@@ -117,15 +117,15 @@ impl LeaseTable {
         if call.generation != lease.generation {
             return Ok(false);
         }
-        // Its use before the acknowledgement shows nothing.
+        // Readings from before the acknowledgement are no evidence.
         (*since, *deadline, *next_poll, *open) =
             (now, now + turn.shed.verify_timeout, now + VERIFY_POLL, None);
         self.measure(id, turn);
         Ok(true)
     }
 
-    /// A sample of the scope, newer than the end of an unmeasurable lease, shows what is left of it as unmanaged; so it
-    /// does with residual use that cannot be read.
+    /// Closes ended leases that cannot be measured, and unreadable residual use, once a sample of the scope newer than
+    /// their end shows the rest as unmanaged.
     pub(crate) fn close_unmeasurable(&mut self, taken_at: Timestamp, turn: &mut Turn<'_>) {
         if turn.ledger.scope_at() != Some(taken_at) {
             return;
@@ -177,7 +177,7 @@ impl LeaseTable {
         }
     }
 
-    /// Closes what could not be measured in time, and asks for the readings that are due.
+    /// Closes leases that were not measured in time, and requests the readings that are due.
     pub(crate) fn poll(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
         for id in
@@ -201,7 +201,7 @@ impl LeaseTable {
                     unacknowledged,
                     ..
                 }) => {
-                    // Nothing is to be seen before its term is over, but that it uses less.
+                    // Until the term is over, a reading can only show that the holder uses less.
                     let until = unacknowledged
                         .map(|open| open.until)
                         .filter(|until| *until > now);
@@ -214,7 +214,7 @@ impl LeaseTable {
         }
     }
 
-    /// Takes a lease that has ended off the book, by a reading of its holder.
+    /// Removes an ended lease from the ledger, by a reading of its holder.
     pub(super) fn close_measured(
         &mut self,
         id: LeaseId,
@@ -233,7 +233,7 @@ impl LeaseTable {
         });
     }
 
-    /// Takes what its holder may not take any more off a lease that has ended; what is used of it is unaccounted.
+    /// Lowers an ended lease to the bytes that its holder may still take; use beyond them is unaccounted.
     pub(super) fn credit_beyond(&mut self, id: LeaseId, open: Unacknowledged, turn: &mut Turn<'_>) {
         if turn.ledger.lower(id, open.bytes) == Bytes::ZERO {
             return;
@@ -248,7 +248,7 @@ impl LeaseTable {
         });
     }
 
-    /// No reading of an ended lease was had in time: its memory is unaccounted, and never credited.
+    /// Closes an ended lease without a reading in time: its memory is unaccounted, and not credited.
     fn give_up_on(&mut self, id: LeaseId, turn: &mut Turn<'_>) {
         let Some(lease) = self.leases.get(&id) else {
             return;
@@ -262,14 +262,14 @@ impl LeaseTable {
         turn.decide(LeaseDecision::ClosedUnaccounted { lease: name, held });
     }
 
-    /// Takes an ended lease off the book.
+    /// Removes an ended lease from the ledger.
     fn close(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Bytes {
         turn.effects.push(Effect::Moved);
         self.remove(id, turn)
     }
 
-    /// Takes what an ended lease holds off the book. Its holder is measured on while it uses more than its other leases hold.
-    /// Returns what it held, and how much that is.
+    /// Removes the bytes of an ended lease from the ledger. Its holder is measured further while it uses more than its
+    /// other leases hold. Returns the bytes held, and that excess.
     fn retire(
         &mut self,
         id: LeaseId,

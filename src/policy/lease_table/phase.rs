@@ -1,4 +1,4 @@
-//! Phases of a lease: granted, asked to come down, ended and not yet acknowledged.
+//! Phases of a lease: granted, under a target, ended and not yet acknowledged.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use cotenant_units::{Bytes, Timestamp};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Lease {
     pub(crate) tenant: String,
-    /// As whom its process is measured: the tenant, unless another process has that name too.
+    /// Name under which its process is measured: the tenant, unless another process has that name too.
     pub(crate) holder: String,
     pub(crate) kind: LeaseKind,
     pub(crate) class: Class,
@@ -27,7 +27,7 @@ pub(crate) struct Lease {
     pub(crate) max: Bytes,
     pub(crate) granted_at: Timestamp,
     pub(crate) expires_at: Option<Timestamp>,
-    /// User and process that it belongs to; ours where there is no request.
+    /// User and process of the owner; the supervisor's if there is no request.
     pub(crate) owner: (u32, Option<u32>),
     /// The request of a tenant.
     pub(crate) request: Option<LeaseRequest>,
@@ -35,7 +35,7 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
-    /// The lease that the supervisor holds for a process of its own, or for the engine.
+    /// Returns a lease that the supervisor holds for one of its processes, or for the engine.
     pub(crate) fn of_ours(
         tenant: &str,
         (kind, class): (LeaseKind, Class),
@@ -59,7 +59,7 @@ impl Lease {
         }
     }
 
-    /// The lease that a request asks for, granted now; `holder` is the name by which its process is measured.
+    /// Returns the lease for a request, granted now; `holder` is the name under which its process is measured.
     pub(crate) fn of_tenant(
         request: LeaseRequest,
         holder: String,
@@ -78,7 +78,7 @@ impl Lease {
         }
     }
 
-    /// As others see it.
+    /// Returns the lease as operators and clients see it.
     pub(crate) fn view(&self, id: LeaseId, ledger: &Ledger) -> LeaseView {
         let measured = ledger.measurement(&self.holder);
         let (state, target) = match &self.phase {
@@ -124,7 +124,7 @@ impl Lease {
         matches!(self.phase, Phase::Ending { .. } | Phase::Residual { .. })
     }
 
-    /// Off the book, with a holder that still uses memory.
+    /// Returns whether the lease holds nothing but its holder still uses memory.
     pub(crate) const fn is_residual(&self) -> bool {
         matches!(self.phase, Phase::Residual { .. })
     }
@@ -133,7 +133,7 @@ impl Lease {
         self.owner == (peer.uid, peer.pid)
     }
 
-    /// The target under way.
+    /// Returns the target in force.
     pub(crate) const fn revocation(&self) -> Option<&Revocation> {
         match &self.phase {
             Phase::Revoking(revocation) => Some(revocation),
@@ -141,85 +141,85 @@ impl Lease {
         }
     }
 
-    /// The target under way, where the holder itself asked for less and more than that is wanted now.
+    /// Returns whether the holder lowered its lease itself, and `max` is more than that.
     pub(crate) fn wants_less_than(&self, max: Bytes) -> bool {
         let revocation = self.revocation();
         revocation.is_some_and(|revocation| revocation.voluntary && max > revocation.target.bytes)
     }
 }
 
-/// Where a lease is in its life.
+/// Phase of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Phase {
     Granted,
     Revoking(Revocation),
-    /// Has ended; its bytes stay on the book until a reading shows where they are.
+    /// Ended; its bytes stay in the ledger until a reading shows what became of them.
     Ending {
         since: Timestamp,
         deadline: Timestamp,
         next_poll: Timestamp,
-        /// The holder cannot be measured: a sample of the scope has to do.
+        /// The holder cannot be measured: a sample of the scope is used instead.
         unmeasurable: bool,
         /// The holder has not acknowledged the end.
         unacknowledged: Option<Unacknowledged>,
     },
-    /// Holds nothing any more, and its holder is still measured to use memory, which is unaccounted.
+    /// Holds nothing; the measured use of its holder is unaccounted.
     Residual {
         next_poll: Timestamp,
-        /// Since when the holder cannot be read: a later sample shows its memory as unmanaged.
+        /// Since when the holder is unreadable: a later sample shows its memory as unmanaged.
         unreadable_since: Option<Timestamp>,
     },
 }
 
-/// What the holder of a lease that has ended may still take while it has not acknowledged the end.
+/// Bytes that the holder of an ended lease may still take, since it has not acknowledged the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Unacknowledged {
     pub(crate) bytes: Bytes,
-    /// The end of the term that it was granted last: after it no holder relies on its lease.
+    /// End of the last granted term; after it no holder relies on its lease.
     pub(crate) until: Timestamp,
 }
 
-/// A holder that has to come down: a tenant to its target, a worker for a notification or in a smaller variant.
+/// Lower size of a holder: a tenant's target, a worker's after a notification, or that of a smaller variant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Lower {
     pub(crate) who: LeaseId,
     pub(crate) to: Bytes,
-    /// What it had before, where that is not its last measurement.
+    /// Bytes before, if other than its last measurement.
     pub(crate) had: Option<Bytes>,
     pub(crate) deadline: Timestamp,
-    /// Since when it is known to come down; `None` until it answers.
+    /// Since when measurements count as evidence; `None` until it answers.
     pub(crate) answered_at: Option<Timestamp>,
 }
 
-/// A lower target under way.
+/// Target in force, below the present size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Revocation {
     pub(crate) target: Target,
     pub(crate) asked_at: Timestamp,
-    /// What the holder was measured to use when it was asked.
+    /// Use measured before the request.
     pub(super) used_before: Option<Bytes>,
     pub(super) answered: Option<TargetAnswer>,
-    /// When it answered that it has come down, or will.
+    /// When it answered that it has reached the target, or will.
     pub(super) answered_at: Option<Timestamp>,
-    /// When it first answered that its memory is back.
+    /// When it first answered that its memory is freed.
     pub(super) applied_at: Option<Timestamp>,
-    /// What a reading newer than its claim has shown.
+    /// Result of readings newer than its claim.
     pub(crate) evidence: Evidence,
     pub(super) next_poll: Timestamp,
-    /// The holder itself lowered its lease: nothing is ended if that does not show.
+    /// The holder lowered its lease itself: if no measurement confirms that, its lease does not end.
     pub(crate) voluntary: bool,
 }
 
-/// What is known of a holder since it answered its target.
+/// Evidence about a holder since it answered its target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Evidence {
-    /// It has not been read since.
+    /// No reading yet.
     #[default]
     Missing,
-    /// It uses this much, which is above its target.
+    /// Uses `used`, above its target.
     Above { used: Bytes },
-    /// It could not be read.
+    /// Not readable.
     Unmeasurable,
 }
 
@@ -233,10 +233,10 @@ impl Evidence {
 }
 
 impl Revocation {
-    /// When a holder that is not seen to have come down is ended.
+    /// Returns when the lease of a holder that has not been measured at its target ends.
     ///
-    /// A reading from before its answer shows nothing of it. So one that has answered is ended by a newer one, or when
-    /// none has been taken for `patience` after the answer.
+    /// Readings from before the answer are no evidence. After an answer, the lease ends by a newer reading, or if none
+    /// is taken for `patience` after the answer.
     pub(super) fn ends_at(&self, patience: Duration) -> Timestamp {
         let end = self.target.deadline + GRACE;
         match (self.claimed_at(), self.evidence) {
@@ -245,12 +245,12 @@ impl Revocation {
         }
     }
 
-    /// When it claimed what has to be seen: that its memory is back, or that it comes down.
+    /// Returns when it claimed to have freed its memory, or else to be shrinking.
     pub(super) fn claimed_at(&self) -> Option<Timestamp> {
         self.applied_at.or(self.answered_at)
     }
 
-    /// How it is known that the holder has not come down.
+    /// Returns the evidence that the holder has not reached its target.
     pub(super) fn cause(&self) -> NotReduced {
         let claim = match &self.answered {
             Some(TargetAnswer::Refused { reason }) => {

@@ -11,7 +11,7 @@ use crate::{
 use cotenant_units::{Bytes, Timestamp};
 
 impl LeaseTable {
-    /// Begins to ask a holder down. Returns the number of the target.
+    /// Sets a target for a holder. Returns its nonce.
     pub(crate) fn begin_revocation(
         &mut self,
         lower: &Lower,
@@ -48,7 +48,7 @@ impl LeaseTable {
         }
     }
 
-    /// Nothing more is reclaimed from the lease.
+    /// Ends the reclaim from a lease.
     pub(crate) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.phase = Phase::Granted;
@@ -56,11 +56,11 @@ impl LeaseTable {
         ledger.set_moving(id, false);
     }
 
-    /// The holder itself wants less.
+    /// Lowers a lease at its holder's request.
     ///
-    /// It has no more time for what it was asked before: a target that is in force stays so, with its number and its
-    /// deadline, and the wish is the answer to it; what it wants less than that follows once the target is measured.
-    /// Wishes that follow each other are spared together for [`WISHES`] times the time of one, and not for ever.
+    /// This does not extend an earlier target: a target in force keeps its nonce and its deadline, the request counts
+    /// as the answer to it, and a lower size follows once the target is measured. Consecutive requests together get at
+    /// most [`WISHES`] times the time of one.
     pub(crate) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
         let (now, timeout) = (turn.now, turn.shed.verify_timeout);
         let mut first = now;
@@ -86,7 +86,7 @@ impl LeaseTable {
         self.measure(id, turn);
     }
 
-    /// The holder has answered its target.
+    /// Records the answer of a holder to its target.
     pub(crate) fn answer_target(&mut self, answered: &TargetAnswered, turn: &mut Turn<'_>) {
         let TargetAnswered {
             lease: id,
@@ -122,14 +122,14 @@ impl LeaseTable {
         self.measure(id, turn);
     }
 
-    /// Leases whose target is over, with its grace, and was not seen to be reached.
+    /// Returns the leases whose target and its grace have passed without a measurement at the target.
     pub(crate) fn overdue(&self, shed: &ShedParams, now: Timestamp) -> Vec<LeaseId> {
         let patience = shed.verify_timeout;
         self.due(|phase| matches!(phase, Phase::Revoking(revocation) if revocation.ends_at(patience) <= now))
     }
 
-    /// Ends the lease of a tenant that has not come down in time. A worker's lease goes on: its revocation is returned, for
-    /// its worker is to be dealt with.
+    /// Ends the lease of a tenant that did not reach its target in time. A worker's lease continues: its revocation is
+    /// returned, and the caller decides about the worker.
     pub(crate) fn escalate(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Option<Revocation> {
         let lease = self.leases.get(&id)?;
         let revocation = lease.revocation()?.clone();
@@ -156,7 +156,7 @@ impl LeaseTable {
                 cause: revocation.cause(),
             },
         });
-        // A holder that has answered may not take more than its target, whatever it does.
+        // After an answer, a holder may take no more than its target.
         let held = turn.ledger.held_by(id);
         let claimable = match revocation.answered_at {
             Some(_) => revocation.target.bytes.min(held),
@@ -166,7 +166,7 @@ impl LeaseTable {
         None
     }
 
-    /// Takes a reading of a tenant, for all of its leases.
+    /// Applies a reading of a tenant to all of its leases.
     pub(crate) fn settle(
         &mut self,
         holder: &str,
@@ -211,9 +211,9 @@ impl LeaseTable {
         }
     }
 
-    /// Takes a reading of a holder that has a target: one that is newer than its answer shows whether it has come down.
+    /// Applies a reading of a holder under a target: only one newer than its answer is evidence.
     ///
-    /// One that arrives when the deadline is over decides at once, as [`escalate`](Self::escalate) does.
+    /// A reading after the deadline decides at once, as [`escalate`](Self::escalate) does.
     pub(crate) fn verify(
         &mut self,
         id: LeaseId,
@@ -241,7 +241,7 @@ impl LeaseTable {
         self.escalate(id, turn)
     }
 
-    /// Credits a lower target if the measurement shows it.
+    /// Credits a target if the measurement shows it as reached.
     fn credit_reduced(
         &mut self,
         id: LeaseId,
@@ -266,7 +266,7 @@ impl LeaseTable {
         if used > allowed.saturating_add(tolerance) {
             return;
         }
-        // It wants less than it was asked for.
+        // The size that the holder requested, which may be below the target.
         let wish = (lease.kind == LeaseKind::Tenant && !revocation.voluntary).then_some(lease.max);
         let stays = revocation.target.bytes.max(used.saturating_sub(others));
         let freed = turn.ledger.lower(id, stays);
@@ -290,5 +290,6 @@ impl LeaseTable {
     }
 }
 
-/// How many wishes of a holder in a row, none of which is measured to come true, count as coming down. Our choice.
+/// Bound on the time for consecutive unconfirmed requests of a holder to shrink, as a multiple of the time of one. Our
+/// choice.
 const WISHES: u32 = 4;

@@ -1,4 +1,4 @@
-//! Validation of parameters against the budget and each other; `config` checks each by itself.
+//! Validation of settings against the budget and each other; `config` checks each on its own.
 
 use super::{ParamFault, Params, ParamsError};
 
@@ -26,7 +26,7 @@ impl Params {
             self.budget.reserve >= self.budget.total =>
                 "budget.reserve", self.budget.reserve, "leaves nothing of the total of {}", self.budget.total;
         }
-        // Limits that are parts of an empty budget are faults of the same cause.
+        // Limits derived from an empty budget would repeat the same fault.
         if faults.is_empty() {
             self.check_within_budget(&mut faults);
         }

@@ -1,4 +1,4 @@
-//! Smaller plans than one, by the cheapest that gives enough.
+//! Reductions of a plan: the cheapest one that frees enough.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// Something that can be given up, with its price.
+/// Reduction of one half of a plan, with its price.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Less {
     pub(crate) gives: Bytes,
@@ -22,7 +22,7 @@ pub(crate) struct Less {
     kind: KvType,
 }
 
-/// Smaller plans than one.
+/// Search for reductions of the plan `from`.
 #[derive(Debug)]
 pub(crate) struct Shrink<'a> {
     pub(crate) from: &'a EnginePlan,
@@ -32,19 +32,20 @@ pub(crate) struct Shrink<'a> {
     giving: Giving,
 }
 
-/// What may be given up of a plan.
+/// Limits of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Giving {
-    /// What it may cost, where that is bounded.
+    /// Bound on its cost, if any.
     pub(crate) pay: Option<Pay>,
-    /// Tokens that the running answer may lose.
+    /// Tokens of the running answer that may be dropped.
     pub(crate) droppable: Tokens,
-    /// Whether the chunk may become smaller.
+    /// Whether the prefill chunk may shrink.
     pub(crate) chunk: bool,
 }
 
 impl Giving {
-    /// Layers, chunk, precision and the oldest tokens, too; else only KV blocks that no answer uses.
+    /// Returns whether layers, chunk, precision and the oldest tokens may be given up, and not only KV blocks that no
+    /// answer uses.
     fn is_serious(&self) -> bool {
         self.pay.is_none_or(Pay::is_serious)
     }
@@ -67,7 +68,7 @@ impl<'a> Shrink<'a> {
         }
     }
 
-    /// Layers and chunk that can be given up, the less first; each gives more than those before it.
+    /// Returns reductions of layers and chunk, cheapest first; each frees more than the one before.
     pub(crate) fn weights(&self) -> Vec<Less> {
         let (shape, from) = (self.bounds.shape, self.from);
         let streamed = shape.bytes_without(&from.resident);
@@ -85,8 +86,8 @@ impl<'a> Shrink<'a> {
         for chunk in BTreeSet::from([from.prefill_chunk, self.least_chunk()]) {
             let workspace = shape.chunk_bytes(chunk, from.prefill_chunk);
             for (layers, sum) in sums.iter().enumerate() {
-                // The first layer that is streamed needs a ring; a plan that takes more in one half would not be
-                // covered by what is held until the other has given.
+                // The first streamed layer needs a ring. A reduction of fewer bytes than the ring would enlarge this
+                // half of the plan, and the lease would not cover it until the KV half has freed memory.
                 if layers > 0 && *sum <= ring {
                     continue;
                 }
@@ -111,7 +112,7 @@ impl<'a> Shrink<'a> {
         undominated(all)
     }
 
-    /// KV that can be given up in steps, by blocks and by type, the less first; each gives more than those before it.
+    /// Returns reductions of KV by blocks and by type, cheapest first; each frees more than the one before.
     pub(crate) fn kv(&self) -> Vec<Less> {
         let has = self.bounds.blocks_of(self.from.kv_capacity);
         let block = self.bounds.block;
@@ -136,7 +137,7 @@ impl<'a> Shrink<'a> {
         undominated(all)
     }
 
-    /// The cheapest plan that gives `bytes`; where there is none, the one that gives most.
+    /// Returns the cheapest plan that frees `bytes`, or the one that frees most if none does.
     pub(crate) fn to_give(&self, bytes: Bytes) -> EnginePlan {
         let mut best: Option<(u64, Bytes, Less, Less)> = None;
         for weights in std::iter::once(self.nothing()).chain(self.weights()) {
@@ -145,7 +146,7 @@ impl<'a> Shrink<'a> {
                 let kv = self.without(self.fewest_blocks(kind, rest), kind);
                 let gives = weights.gives.saturating_add(kv.gives);
                 let price = weights.price_us.saturating_add(kv.price_us);
-                // What is not enough is the better, the more it gives.
+                // Among insufficient plans, the one that frees more is better.
                 let missing = bytes.saturating_sub(gives);
                 let is_better = best.is_none_or(|(least, had, ..)| {
                     let lacked = bytes.saturating_sub(had);
@@ -162,7 +163,7 @@ impl<'a> Shrink<'a> {
         )
     }
 
-    /// Plans that each give up one kind of thing more than the one before, in the order of what they take from an answer.
+    /// Returns plans that each give up one more kind of memory than the one before, least harm to an answer first.
     pub(crate) fn ladder(&self) -> [EnginePlan; 6] {
         let (from, bounds, nothing) = (self.from, &self.bounds, self.nothing());
         let has = bounds.blocks_of(from.kv_capacity);
@@ -191,7 +192,7 @@ impl<'a> Shrink<'a> {
         ]
     }
 
-    /// Layers that can be given up, the first to go first.
+    /// Returns the layers that can be given up, in order.
     fn layers(&self) -> Vec<u32> {
         if self.giving.is_serious() {
             self.bounds.layers_to_give(self.from)
@@ -200,7 +201,7 @@ impl<'a> Shrink<'a> {
         }
     }
 
-    /// The types in which KV may be kept.
+    /// Returns the KV types that are allowed, largest first.
     fn kinds(&self) -> Vec<KvType> {
         let has = self.from.kv_type;
         let least = if self.giving.is_serious() {
@@ -221,8 +222,8 @@ impl<'a> Shrink<'a> {
         }
     }
 
-    /// Blocks that can be given up where KV is kept as `kind`: the oldest of a running answer only where nothing else of KV
-    /// is left, for only they take something from the answer that nothing brings back.
+    /// Returns how many blocks can be given up with KV of type `kind`. The oldest blocks of a running answer are
+    /// included only with the smallest type allowed, since their loss is permanent.
     fn most_blocks(&self, kind: KvType) -> u32 {
         let (bounds, limits) = (&self.bounds, self.bounds.limits);
         let has = bounds.blocks_of(self.from.kv_capacity);
@@ -239,7 +240,7 @@ impl<'a> Shrink<'a> {
         free + oldest.min(has.saturating_sub(floor).saturating_sub(free))
     }
 
-    /// The fewest blocks without which KV as `kind` holds `bytes` less, or all that may go.
+    /// Returns the fewest blocks whose removal frees `bytes` with KV of type `kind`, or all removable blocks.
     fn fewest_blocks(&self, kind: KvType, bytes: Bytes) -> u32 {
         let (mut least, mut most) = (0, self.most_blocks(kind));
         while least < most {
@@ -302,13 +303,13 @@ impl<'a> Shrink<'a> {
         }
     }
 
-    /// The price of a smaller plan.
+    /// Returns the price of a smaller plan.
     pub(crate) fn price_of(&self, plan: &EnginePlan) -> u64 {
         self.price.given_up(self.from, plan, &self.kv)
     }
 }
 
-/// Drops what gives nothing, and what gives no more than something cheaper; the less comes first.
+/// Drops reductions that free nothing, or no more than a cheaper one; sorts by price.
 fn undominated(mut all: Vec<Less>) -> Vec<Less> {
     all.sort_by_key(|less| (less.price_us, std::cmp::Reverse(less.gives)));
     let mut most = Bytes::ZERO;
@@ -320,5 +321,5 @@ fn undominated(mut all: Vec<Less>) -> Vec<Less> {
     all
 }
 
-/// Steps in which KV is weighed. What a step gives too much is kept afterwards.
+/// Steps in which KV is weighed. The excess of the last step is kept afterwards.
 const STEPS_MAX: u32 = 16;

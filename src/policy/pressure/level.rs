@@ -1,4 +1,4 @@
-//! Pressure level: entered at once, left after the dwell.
+//! Pressure level: raised at once, lowered after the dwell.
 
 use std::time::Duration;
 
@@ -8,28 +8,28 @@ use super::PressureLevel;
 use crate::{params::PressureParams, reason::LevelReason};
 use cotenant_units::{Bytes, Timestamp};
 
-/// A change of level with the figures that led to it.
+/// Change of level, with its figures.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LevelChange {
-    /// Before.
+    /// Previous level.
     pub from: PressureLevel,
-    /// Now.
+    /// New level.
     pub to: PressureLevel,
-    /// Why, with figures.
+    /// Cause, with figures.
     pub reason: LevelReason,
 }
 
-/// The level, and what it falls to.
+/// Current level, and the recovery towards a lower one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Level {
     pub(super) level: PressureLevel,
     calm: Option<Calm>,
-    /// When the level last rose.
+    /// Time of the last rise.
     #[serde(default)]
     pub(super) rose_at: Timestamp,
 }
 
-/// Since when the headroom has been above the watermark of the level, and the worst level that it has stood for since.
+/// Start of the recovery above the level's watermark, and the worst level that the headroom has indicated since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Calm {
     since: Timestamp,
@@ -37,7 +37,7 @@ struct Calm {
 }
 
 impl Level {
-    /// The level that a headroom stands for, `margin` above the watermarks.
+    /// Returns the level that `headroom` indicates, with `margin` added to the watermarks.
     pub(super) fn of(params: &PressureParams, headroom: Bytes, margin: Bytes) -> PressureLevel {
         if headroom < params.critical_below.saturating_add(margin) {
             PressureLevel::Critical
@@ -48,7 +48,7 @@ impl Level {
         }
     }
 
-    /// The headroom has not recovered.
+    /// Cancels the recovery.
     pub(super) const fn stay(&mut self) {
         self.calm = None;
     }
@@ -70,7 +70,8 @@ impl Level {
         })
     }
 
-    /// The headroom stands for `now`, by the watermarks and the hysteresis; after a gap it is unknown since when.
+    /// Records that the headroom indicates `now`, including hysteresis. After a gap in the samples the recovery starts
+    /// over.
     pub(super) fn recover(&mut self, now: PressureLevel, at: Timestamp, gap: bool) {
         let calm = self.calm.filter(|_| !gap).unwrap_or(Calm {
             since: at,
@@ -80,12 +81,12 @@ impl Level {
         self.calm = (now < self.level).then_some(Calm { worst, ..calm });
     }
 
-    /// The rest of the dwell; `None` while the headroom has not recovered.
+    /// Returns the rest of the dwell; `None` without a recovery.
     pub(super) fn dwell_left(&self, now: Timestamp, dwell: Duration) -> Option<Duration> {
         Some(dwell.saturating_sub(now.saturating_since(self.calm?.since)))
     }
 
-    /// Falls to what the headroom stands for, whatever is left of the dwell.
+    /// Lowers the level to the worst indicated during the recovery, regardless of the rest of the dwell.
     pub(super) fn fall(
         &mut self,
         headroom: Bytes,

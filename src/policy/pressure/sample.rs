@@ -4,38 +4,38 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_units::{Bytes, Timestamp};
 
-/// How stalls for memory come to be known: the rung of the ladder that this kernel allows.
+/// Detection of memory stalls: the best method that this kernel offers.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, thiserror::Error,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum StallWatch {
-    /// Not at all: the kernel counts none.
+    /// None: the kernel counts no stalls.
     #[error("not watched, the kernel counts no stalls")]
     Absent,
-    /// With each sample.
+    /// Polled with each sample.
     #[error("polled with each sample")]
     Polling,
-    /// The kernel wakes us, within two seconds.
+    /// A trigger of the kernel, within two seconds.
     #[error("by a trigger with a window of 2 s")]
     TwoSeconds,
-    /// The kernel wakes us, within one second.
+    /// A trigger of the kernel, within one second.
     #[error("by a trigger with a window of 1 s")]
     OneSecond,
 }
 
-/// What the GPU holds, and how that is known.
+/// GPU memory, with its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GpuUse {
-    /// The driver counts it.
+    /// Counted by the driver.
     Counted(Bytes),
-    /// What has grown since the start of unaccounted memory, the page pool of the GPU included.
+    /// Growth of unaccounted memory since the start, including the page pool of the GPU.
     Inferred(Bytes),
 }
 
 impl GpuUse {
-    /// The figure.
+    /// The bytes, from either source.
     #[must_use]
     pub const fn bytes(self) -> Bytes {
         let (Self::Counted(bytes) | Self::Inferred(bytes)) = self;
@@ -43,22 +43,22 @@ impl GpuUse {
     }
 }
 
-/// What the control groups around the supervisor allow, where one has a limit: the kernel kills inside a group that is
-/// full, however much the machine has.
+/// Memory that the limits of the control groups around the supervisor allow. The kernel kills inside a full group even
+/// if the machine has free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupRoom {
-    /// The tightest limit.
+    /// Lowest limit.
     pub limit: Bytes,
-    /// The least that a group has left: what it does not use of its limit, and page cache that it can drop.
+    /// Least memory left in a group: unused bytes of its limit, and page cache that it can drop.
     pub left: Bytes,
 }
 
-/// One reading of the machine. What is not there is `None`, which is neither zero nor plenty.
+/// One reading of the machine. `None` means not available: neither zero nor ample.
 ///
-/// In a journal the groups are not to be seen: their fields stand beside each other.
+/// In a journal the groups are flattened into one record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
-    /// When it was read.
+    /// Time of the reading.
     pub taken_at: Timestamp,
     /// `/proc/meminfo`.
     #[serde(flatten)]
@@ -66,13 +66,13 @@ pub struct Sample {
     /// CMA and the GPU.
     #[serde(flatten)]
     pub gpu: GpuReading,
-    /// Memory that zram keeps pushed-out pages in. No decision needs it.
+    /// Memory used by zram for swapped-out pages. Not an input of any decision.
     #[serde(skip)]
     pub zram_store: Option<Bytes>,
-    /// The largest free block of memory.
+    /// Largest free block of memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub largest_free: Option<Bytes>,
-    /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
+    /// Memory used by all processes that share the budget, for a budget of scope `session`.
     pub scope_used: Option<Bytes>,
     /// Stalls for memory.
     #[serde(flatten)]
@@ -80,10 +80,10 @@ pub struct Sample {
     /// Counters of the kernel.
     #[serde(flatten)]
     pub counters: KernelCounters,
-    /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
-    /// exceeds that is unaccounted.
+    /// Memory of the supervisor's own process without the LLM. It is covered by the reserve, not by a lease; the excess
+    /// is unaccounted.
     pub own_used: Option<Bytes>,
-    /// How stalls are watched.
+    /// Detection of stalls.
     pub stall_watch: Option<StallWatch>,
 }
 
@@ -92,26 +92,26 @@ pub struct Sample {
 pub struct MemoryReading {
     /// `MemTotal`.
     pub mem_total: Bytes,
-    /// `MemAvailable`, and what ZFS's cache can give back.
+    /// `MemAvailable`, plus the reclaimable part of ZFS's cache.
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,
-    /// What the control groups around us allow.
+    /// Limits of the control groups around the supervisor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<GroupRoom>,
 }
 
-/// Memory that the GPU can have, or has.
+/// Memory available to the GPU, and used by it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuReading {
-    /// `CmaFree`; memory that user pages may borrow and the GPU can never have.
+    /// `CmaFree`: memory that user pages may borrow, and that the GPU cannot allocate.
     pub cma_free: Option<Bytes>,
     /// Pages that the nvmap pool keeps for the next GPU allocation.
     pub nvmap_pool: Option<Bytes>,
-    /// What the GPU holds, of a board whose GPU has the memory of the processor.
+    /// Memory held by the GPU of a board with unified memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_used: Option<GpuUse>,
-    /// The part of it that no process holds, at most 10 s old.
+    /// Part of `gpu_used` that no process holds, at most 10 s old.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_orphaned: Option<Bytes>,
 }
@@ -127,7 +127,7 @@ pub struct StallReading {
     pub psi_full_total_us: Option<u64>,
 }
 
-/// Events that the kernel has counted so far.
+/// Cumulative event counters of the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelCounters {
     /// `workingset_refault_file` so far, pages.
@@ -140,14 +140,15 @@ pub struct KernelCounters {
     pub swap_ins: Option<u64>,
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
-    /// `cma_alloc_fail` so far: what cameras and displays asked of CMA in vain.
+    /// `cma_alloc_fail` so far: failed CMA allocations of cameras and displays.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cma_failures: Option<u64>,
 }
 
 impl Sample {
-    /// What the machine can still give without reclaiming from a process, page cache apart: `MemAvailable − CmaFree`,
-    /// and the nvmap pool where it can be read; no more than the control groups around us allow.
+    /// Returns the memory that can be allocated without reclaiming from a process; page cache that can be dropped
+    /// counts: `MemAvailable − CmaFree`, plus the nvmap pool if readable, capped by the control groups around the
+    /// supervisor.
     #[must_use]
     pub fn available(&self) -> Bytes {
         let memory = &self.memory;
@@ -160,7 +161,8 @@ impl Sample {
             .map_or(machine, |group| group.left.min(machine))
     }
 
-    /// What [`available`](Self::available) is a part of: `MemTotal`, or the limit of a control group around us.
+    /// Returns the total of which [`available`](Self::available) is a part: `MemTotal`, or the limit of a control
+    /// group.
     #[must_use]
     pub fn total(&self) -> Bytes {
         self.memory.group.map_or(self.memory.mem_total, |group| {
@@ -168,8 +170,8 @@ impl Sample {
         })
     }
 
-    /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,
-    /// and the nvmap pool where it can be read.
+    /// Returns the memory that can be allocated without any reclaim, as seen by libraries that query CUDA: `MemFree −
+    /// CmaFree`, plus the nvmap pool if readable.
     #[must_use]
     pub fn free_without_reclaim(&self) -> Bytes {
         self.memory

@@ -1,6 +1,6 @@
-//! The kernel's own signs of pressure: stalls, refaults, swap-ins, refused contiguous memory.
+//! Kernel signals of memory pressure: stalls, refaults, swap-ins, failed CMA allocations.
 //!
-//! Other tenants of the machine cause such signs too, so that where headroom is plentiful they say nothing.
+//! Other tenants of the machine cause them too, so they are ignored while headroom is ample.
 
 use std::time::Duration;
 
@@ -10,23 +10,23 @@ use super::{PressureLevel, Sample, trend::to_u64};
 use crate::reason::{Confirmation, LevelReason};
 use cotenant_units::{Bytes, Timestamp};
 
-/// Signs that count once they have lasted.
+/// Signals that count only if they last.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Signals {
-    /// Since when every sample shows file pages that are read again.
+    /// Start of the uninterrupted series of samples with refaults of file pages.
     refaulting_since: Option<Timestamp>,
-    /// Samples in a row that show allocations that stalled.
+    /// Consecutive samples with stalled allocations.
     stalls_in_a_row: u32,
-    /// Whether the last sample showed Critical.
+    /// Whether the signals of the last sample indicated Critical.
     critical_by_signs: bool,
 }
 
-/// Growth of the kernel's counters between two samples; nothing for one that is not there, or has gone back.
+/// Increase of kernel counters between two samples; 0 for a counter that is missing or has decreased.
 pub(super) struct Signs {
     since: Timestamp,
     pub(super) took_us: u64,
-    /// Headroom that was lost.
+    /// Loss of headroom.
     pub(super) lost: Bytes,
     refaults: u64,
     stalls: u64,
@@ -58,12 +58,12 @@ impl Signs {
         }
     }
 
-    /// `count` in `unit` of time, µs.
+    /// Converts `count` to a rate per `unit`, µs.
     pub(super) fn per(&self, unit: u64, count: u64) -> u64 {
         to_u64(u128::from(count) * u128::from(unit) / u128::from(self.took_us))
     }
 
-    /// A sign other than the headroom that confirms it.
+    /// Returns a signal other than headroom that confirms pressure.
     pub(super) fn confirmation(&self) -> Option<Confirmation> {
         let (of_us, took_ms) = (self.took_us, self.took_us / 1000);
         if self.per(1000, self.some_us) >= PSI_SOME_PER_MILLE {
@@ -86,7 +86,7 @@ impl Signs {
 }
 
 impl Signals {
-    /// The level that the signs stand for where headroom is not plentiful, below `elevated` or twice that.
+    /// Returns the level that the signals indicate while headroom is below `elevated`, or below twice that.
     pub(super) fn observe(
         &mut self,
         signs: &Signs,
@@ -115,7 +115,8 @@ impl Signals {
         headroom: Bytes,
         elevated: Bytes,
     ) -> Option<(PressureLevel, LevelReason)> {
-        // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
+        // The counters cover the whole machine: stalls of other processes do not affect a session while the machine has
+        // ample memory.
         let plenty = Bytes::new(sample.memory.mem_total.get() / SESSION_PLENTY);
         if sample.scope_used.is_some() && sample.available() >= plenty {
             return None;
@@ -167,27 +168,27 @@ impl Signals {
         Some((PressureLevel::Elevated, reason))
     }
 
-    /// Whether the last sample showed Critical.
+    /// Returns whether the signals of the last sample indicated Critical.
     pub(super) const fn is_critical(&self) -> bool {
         self.critical_by_signs
     }
 }
 
 const SECOND_US: u64 = 1_000_000;
-/// The part of the machine's memory, as a divisor, that is plenty for a session on it: an eighth, which is what the upper
+/// Divisor for the part of the machine's memory that is ample for a session: an eighth, the part that the upper
 /// watermark leaves of a whole machine.
 const SESSION_PLENTY: u64 = 8;
-/// lmkd takes 700 ms of full stall within 1 s for critical.
+/// lmkd classifies 700 ms of full stall within 1 s as critical.
 const PSI_FULL_PER_MILLE: u64 = 700;
-/// lmkd takes some 70 ms of stall within 1 s for a sign of pressure.
+/// lmkd classifies 70 ms of partial stall within 1 s as pressure.
 const PSI_SOME_PER_MILLE: u64 = 70;
-/// Over less than this a single stall looks like many.
+/// Shortest interval for a rate: in a shorter one, a single stall looks like many.
 const PSI_LEAST_US: u64 = 100_000;
-/// Two samples in a row with stalls are Critical on a board whose GPU allocations reclaim by themselves.
+/// Consecutive samples with stalls that make Critical, on a board whose GPU allocations reclaim memory directly.
 const STALLS_IN_A_ROW: u32 = 2;
-/// How long file pages have to be read again until that counts.
+/// Duration of refaults before they count.
 const REFAULTS_FOR: Duration = Duration::from_secs(3);
-/// A board in thrash swapped in 0.2 to 6 MB/s: 50 pages/s is where that begins.
+/// Pages per second: a thrashing board swapped in 0.2 to 6 MB/s, so thrashing begins at about 50 pages/s.
 const SWAP_INS_PER_S: u64 = 50;
-/// 5000 pages/s (20 MB/s) of the page cache read again: the working set does not fit.
+/// Pages per second (20 MB/s) of page cache read again: the working set does not fit.
 const REFAULTS_PER_S: u64 = 5000;

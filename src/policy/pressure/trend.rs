@@ -1,8 +1,8 @@
 //! Slope of the headroom over the last seconds.
 //!
-//! One estimate, between the least and the most of three: the mean of one to two seconds, the loss up to the last sample,
-//! and the one up to the sample before. What goes on is at least the least: a jump is no slope, and a one-off allocation is
-//! not a trend. What was granted or given back is no loss and no gain.
+//! The estimate lies between the least and the greatest of three rates: the mean over one to two seconds, the loss up
+//! to the last sample, and the loss up to the sample before. The least is taken as steady: a jump is no slope, and a
+//! one-off allocation is not a trend. Granted and returned memory count as neither loss nor gain.
 
 use std::time::Duration;
 
@@ -10,38 +10,38 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_units::{Bytes, Timestamp};
 
-/// Readings and losses of late.
+/// Recent readings and losses.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Trend {
-    /// A reading some seconds ago, and a younger one that will take its place.
+    /// Reading of one to two seconds ago, and a later one that replaces it.
     earlier: [Option<(Timestamp, Bytes)>; 2],
-    /// What has been granted since the last reading: its loss is no news.
+    /// Bytes granted since the last reading, an expected loss.
     granted: Bytes,
-    /// What was given back since the last reading, and when the last of it was.
+    /// Bytes returned since the last reading, and the time of the last return.
     returned: (Timestamp, Bytes),
-    /// The mean loss per second.
+    /// Mean loss per second.
     losing: Bytes,
-    /// What was lost per second up to the last sample, and up to the one before.
+    /// Loss per second up to the last sample, and up to the one before.
     lost_lately: [Bytes; 2],
-    /// Since when there is a loss that goes on.
+    /// Start of the present steady loss.
     losing_since: Option<Timestamp>,
 }
 
 impl Trend {
-    /// Notes that `bytes` were granted, and will be missing from now on. What is known beforehand and has a bound is no
-    /// slope, and leads nowhere: without this, a large lease looks like a neighbour that fills the machine in a second.
+    /// Notes a grant of `bytes`, which the next reading shows as a loss. A grant is known in advance and bounded;
+    /// counted as a slope, a large lease would look like a neighbour that fills the machine within a second.
     pub(crate) fn granted(&mut self, bytes: Bytes) {
         self.granted = self.granted.saturating_add(bytes);
     }
 
-    /// Notes that the engine gave back `bytes` at `now`, which the next sample shows: what others take meanwhile is a slope
-    /// all the same.
+    /// Notes that the engine returned `bytes` at `now`, which the next sample shows. Allocations by others in the
+    /// meantime still count as a slope.
     pub(crate) fn came_back(&mut self, bytes: Bytes, now: Timestamp) {
         self.returned = (now, self.returned.1.saturating_add(bytes));
     }
 
-    /// Takes a reading after the last one. Returns what was lost in between.
+    /// Records a reading. Returns the loss since the last one.
     pub(super) fn observe(
         &mut self,
         last: Option<(Timestamp, Bytes)>,
@@ -78,24 +78,24 @@ impl Trend {
         lost
     }
 
-    /// The mean loss per second over the last seconds; zero if headroom does not shrink.
+    /// Returns the mean loss per second over the last seconds; zero if headroom does not shrink.
     pub(crate) const fn losing_per_s(&self) -> Bytes {
         self.losing
     }
 
-    /// The loss per second that goes on.
+    /// Returns the steady loss per second.
     fn steady_per_s(&self) -> Bytes {
         let [lately, before] = self.lost_lately;
         self.losing.min(lately).min(before)
     }
 
-    /// What will be lost within `time`, if the loss goes on.
+    /// Returns the loss within `time` at the steady rate.
     pub(crate) fn lost_within(&self, time: Duration) -> Bytes {
         let per_s = u128::from(self.steady_per_s().get());
         Bytes::new(to_u64(per_s * time.as_micros() / 1_000_000))
     }
 
-    /// The most that may go on per second; `None` until there are readings of a second.
+    /// Returns the highest of the three rates, per second; `None` before readings span one second.
     pub(super) fn most_per_s(&self, at: Timestamp) -> Option<Bytes> {
         let [lately, before] = self.lost_lately;
         let (since, _) = self.earlier[0]?;
@@ -103,14 +103,15 @@ impl Trend {
         is_known.then(|| self.losing.max(lately).max(before))
     }
 
-    /// The time in which `bytes` are lost; `None` if nothing is.
+    /// Returns the time until `bytes` are lost; `None` without a loss.
     pub(super) fn lost_in(&self, bytes: Bytes) -> Option<Duration> {
         let per_s = u128::from(self.steady_per_s().get());
         let micros = (u128::from(bytes.get()) * 1_000_000).checked_div(per_s)?;
         Some(Duration::from_micros(to_u64(micros)))
     }
 
-    /// The same where it is near enough to be foretold: a loss that has lasted for a while goes on for twice as long.
+    /// Returns [`lost_in`](Self::lost_in) if the loss has lasted long enough for a forecast: at least half of that
+    /// time.
     pub(super) fn foretold_in(&self, bytes: Bytes, at: Timestamp) -> Option<Duration> {
         let lasted = at.saturating_since(self.losing_since?);
         self.lost_in(bytes).filter(|left| *left <= lasted * 2)
@@ -128,5 +129,5 @@ pub(super) fn to_u64(number: u128) -> u64 {
     u64::try_from(number).unwrap_or(u64::MAX)
 }
 
-/// The slope of headroom is taken over one to two times this: shorter ones are noise.
+/// Half of the longest interval of the mean slope, which spans one to two times this: shorter intervals are noise.
 const TREND: Duration = Duration::from_secs(1);

@@ -1,8 +1,8 @@
-//! Memory that a worker's requests take: a need that comes back, and growth that does not end.
+//! Memory of a worker's requests: recurring need and unbounded growth.
 //!
-//! A speech server takes more for a long sentence than for a short one, gives some of it back, and keeps the rest: what it
-//! keeps reaches a level at which it stays. A leak does not. They differ in what is left after each piece of work,
-//! never by a declared size.
+//! A speech server takes more memory for a long sentence than for a short one, frees a part, and keeps the rest, up to
+//! a stable level. A leak has no such level. They are distinguished by the use after each piece of work, not by a
+//! declared size.
 
 use std::collections::VecDeque;
 
@@ -10,31 +10,31 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_units::Bytes;
 
-/// What one process was measured to use, while it worked and after.
+/// Measured use of one process, during work and at rest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Breath {
-    /// Whether it has worked since it was last measured at rest.
+    /// Whether it has worked since the last measurement at rest.
     worked: bool,
-    /// The most measured since it was last measured at rest after work.
+    /// Highest use since the last measurement at rest.
     most: Bytes,
-    /// The most measured for each of the last pieces of work.
+    /// Highest use of each of the last pieces of work.
     peaks: VecDeque<Bytes>,
-    /// The most measured at rest; nothing before the first measurement.
+    /// Highest use at rest; `None` before the first measurement.
     rest: Option<Bytes>,
-    /// How often that has become more without having stayed the same in between.
+    /// Rises of `rest` without a stable period in between.
     rises: u32,
-    /// Pieces of work since then after which no more was left.
+    /// Pieces of work since the last rise.
     calm: u32,
 }
 
 impl Breath {
-    /// It has been given work.
+    /// Notes that it works.
     pub(super) const fn works(&mut self) {
         self.worked = true;
     }
 
-    /// Takes a measurement, of a worker that is `busy` or at rest.
+    /// Records a measurement of a worker that is `busy` or at rest.
     pub(super) fn measured(&mut self, used: Bytes, busy: bool) {
         self.most = self.most.max(used);
         if busy {
@@ -65,34 +65,35 @@ impl Breath {
         }
     }
 
-    /// The most that one of its last pieces of work has taken.
+    /// Returns the highest use of the last pieces of work.
     pub(super) fn need(&self) -> Bytes {
         self.peaks.iter().copied().max().unwrap_or_default()
     }
 
-    /// Whether what is left after its work has grown again and again, without ever having stayed the same for a while.
+    /// Returns whether use at rest has risen `RISES` times without a stable period.
     pub(super) const fn leaks(&self) -> bool {
         self.rises >= RISES
     }
 
-    /// Whether that may become so: what it has grown to says nothing of what another start needs.
+    /// Returns whether the rises may become a leak: present use is then no evidence for the need of another start.
     pub(super) const fn may_leak(&self) -> bool {
         self.rises >= RISES - 2
     }
 }
 
-/// Pieces of work whose peaks are remembered. Our choice: a need that has not come back in so many is not kept free.
+/// Pieces of work whose peaks are remembered. Our choice: a need that does not recur within them is no longer reserved.
 const RECENT: usize = 8;
 
-/// Growth at rest that counts: 1 % and 2 MiB at least. Allocators keep some pages more or less after each request.
+/// Smallest rise of use at rest that counts: 1 %, at least 2 MiB. Allocators keep a few pages more or less after each
+/// request.
 const RISE: Bytes = Bytes::from_mib(2);
 const RISE_PER_MILLE: u32 = 10;
 
-/// Rises that make a leak. Of sizes that vary by chance the n-th new highest takes about 1.7 times as many requests as the
-/// one before, so that the eighth comes after some hundreds, and never without [`CALM`] requests in between.
+/// Rises that make a leak. With sizes that vary at random, each new maximum takes about 1.7 times as many requests as
+/// the one before: the eighth comes after some hundreds, and always with [`CALM`] requests in between.
 const RISES: u32 = 8;
 
-/// Pieces of work without a rise after which the worker has found its level. Our choice.
+/// Pieces of work without a rise that make a stable period. Our choice.
 const CALM: u32 = 8;
 
 #[cfg(test)]
@@ -148,7 +149,7 @@ mod tests {
                 breath.measured(after(*request), false);
                 breath.leaks()
             });
-            // What is slower ends like any use, where memory is short.
+            // Slower growth is treated as ordinary use when memory is short.
             assert_eq!(
                 found.is_some(),
                 step_kib > 256,
@@ -168,7 +169,7 @@ mod tests {
     }
 
     proptest! {
-        /// However sizes vary, a worker whose use at rest stays within bounds is never taken for a leak for long.
+        /// A worker whose use at rest is bounded is not classified as a leak for long, however its sizes vary.
         #[test]
         fn bounded_use_is_no_leak(sizes in prop::collection::vec(50u64..300, 1..200)) {
             let mut breath = Breath::default();

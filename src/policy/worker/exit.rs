@@ -3,26 +3,26 @@
 use super::run::{Run, Stage, StopCause};
 use crate::snapshot::Rest;
 
-/// The consequence of the end of a process.
+/// Consequence of an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AfterExit {
-    /// It stays down.
+    /// The worker stays stopped.
     Rests,
-    /// It was stopped for being idle.
+    /// Stopped when idle; a request starts it.
     Sleeps,
-    /// It was stopped to make room, and is started at once if it fits: it was to be restarted as small as it was, and by
-    /// what it had grown to it might never come back.
+    /// Stopped to free memory. If it was due for a recycle, it is started at once if it fits: its grown size may never
+    /// fit again.
     Shed {
         restarts_if_fits: bool,
     },
     Restarts,
-    /// It failed, and is started again unless that was too often, or an operator has to change something first.
+    /// Failed. Restarted unless it failed too often or its cause needs an operator.
     Failed {
         needs_operator: bool,
     },
 }
 
-/// How a worker rests after the exit of a process, and what follows; `None` after a failure.
+/// Returns how a worker rests after an exit, and what follows; `None` after a failure.
 pub(super) fn consequence(
     run: &Run,
     intended: bool,

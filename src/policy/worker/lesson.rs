@@ -1,4 +1,4 @@
-//! Peak use of a worker: what is learned of it for the next start.
+//! Peak of a worker, learned for its next start.
 
 use std::{mem, time::Duration};
 
@@ -6,7 +6,7 @@ use super::{Lesson, Worker, run::Run};
 use cotenant_units::{Bytes, Timestamp};
 
 impl Worker {
-    /// Takes what the kernel remembers as the most that this life has used. Returns whether that is learned at once.
+    /// Records the kernel's high water of this process. Returns whether it is learned at once.
     pub(crate) fn peaked(&mut self, peak: Bytes) -> bool {
         if !self.is_up() {
             return false;
@@ -19,13 +19,13 @@ impl Worker {
         if mem::take(&mut run.peak.next_is_of_others) {
             run.peak.leave();
         }
-        // Between two sizes it is unknown of which one it is the peak. Of one that may have outgrown its bounds it is known with
-        // the next measurement whether that stays.
+        // During a change of variant, the peak may belong to either. Whether growth beyond the bounds lasts is known
+        // with the next measurement.
         run.resizing.is_none() && run.peak.is_own(peak) && !may_have_outgrown
     }
 
-    /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
-    /// and what it has come to use since, unless it is to end for that.
+    /// Returns the lesson of the high water once the worker is ready and was measured at rest at `measured_at`: the
+    /// need of a start, or growth since then, unless it is to end for that growth.
     pub(crate) fn lesson(
         &mut self,
         measured_at: Timestamp,
@@ -37,7 +37,7 @@ impl Worker {
             run.ready().is_some() && run.resizing.is_none() && measured_at >= run.since
         };
         let run = self.run().filter(at_rest)?;
-        // Without the kernel's high water it is unknown what happened between two measurements.
+        // Without the kernel's high water, use between two measurements is unknown.
         let peak = run.peak.seen?;
         let is_its_own = run.peak.is_own(peak);
         let bounded = self.params.rest.recycle_above.is_some();
@@ -46,18 +46,18 @@ impl Worker {
         }
         let grown = !bounded && self.params.rest.recycle_leaks;
         let run = self.run_mut()?;
-        // A process that was taken over has lived once, however many supervisors it has seen.
+        // A process that was taken over counts as one life across all runs of the supervisor.
         let counted = mem::replace(&mut run.peak.counted, true) || run.taken_over_at.is_some();
         match is_its_own {
             true if !counted => Some(Lesson::Lived(peak)),
-            // What may have been a leak when it was read, and has found its level since.
+            // Growth that may have been a leak when read, and has levelled off since.
             true if grown => Some(Lesson::Seen(peak)),
             _ => None,
         }
     }
 
-    /// Whether it goes on with its use beyond its bounds, or came back from it: then that is a need. Otherwise it is not known
-    /// yet, or the worker ends for it, and the next one is started as if it had not been.
+    /// Returns whether use beyond the bounds is a need: it lasts, or has ended. Otherwise it is undecided, or the
+    /// worker is recycled for it, and the next start ignores it.
     fn stays_grown(&self, settle: Duration, now: Timestamp) -> bool {
         let Some(ready) = self.ready() else {
             return true;
@@ -67,8 +67,8 @@ impl Worker {
         })
     }
 
-    /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
-    /// a start takes: of a process that was taken over, it is unknown when it was.
+    /// Returns whether `peak` may be growth beyond the bounds since the start, which is no evidence for the need of a
+    /// start. The time of a peak is unknown for a process that was taken over.
     fn may_have_outgrown(&self, peak: Bytes) -> bool {
         let since_its_start = self
             .run()

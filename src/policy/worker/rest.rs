@@ -1,4 +1,4 @@
-//! Rest of a worker: asked into its smallest variant or stopped when idle, and wound down when it outgrows its bounds.
+//! Rest of a worker: shrunk or stopped when idle, wound down when it outgrows its bounds.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use crate::reason::StopReason;
 use cotenant_units::{Bytes, Timestamp};
 
 impl Worker {
-    /// When time brings something to it; `may_rest` unless it waits to become larger or comes down, or nothing new
-    /// is admitted.
+    /// Returns the next deadline of the worker. `may_rest` is false while it waits to grow, is under a target, or the
+    /// daemon drains.
     pub(crate) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
         let own = [
             self.comes_up_by(now),
@@ -21,7 +21,7 @@ impl Worker {
         own.into_iter().flatten().min()
     }
 
-    /// The step that a ready worker takes by itself, by the time and its work.
+    /// Returns the step of a ready worker that follows from the time and its requests.
     pub(crate) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
         let (smallest, requests) = (self.smallest().map(str::to_owned), self.requests);
         let (shrinks_at, sleeps_at) = (self.shrinks_at(), self.sleeps_at());
@@ -42,8 +42,8 @@ impl Worker {
                     WindCause::Idle => StopReason::Idle,
                     WindCause::Outgrown => StopReason::Outgrown,
                 })),
-                // Its work goes on: it takes requests again, and is recycled another time. Only a shortage of memory stops
-                // a worker in its work.
+                // Still busy after `WIND_DOWN_MAX`: it accepts requests again, and is recycled at another time. A busy
+                // worker is stopped only for a shortage of memory.
                 WindCause::Outgrown if now >= winding.since + WIND_DOWN_MAX => {
                     ready.winding = None;
                     ready.over_since = None;
@@ -74,7 +74,7 @@ impl Worker {
         smallest.map(|variant| RestStep::Shrink { variant, idle })
     }
 
-    /// When [`take_rest`](Self::take_rest) has something to do by the time alone.
+    /// Returns when [`take_rest`](Self::take_rest) is next due without a change of requests.
     fn next_rest(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
         let run = self.run()?;
         let ready = run.ready()?;
@@ -107,23 +107,24 @@ impl Worker {
             .map(|after| self.idle_since + after)
     }
 
-    /// The smallest of its variants, when it is not in it.
+    /// Returns the smallest variant, unless the worker is already as small.
     fn smallest(&self) -> Option<&str> {
         let variants = self.params.variants.iter();
         let least = variants.min_by_key(|variant| variant.steady)?;
         (least.steady < self.steady()).then_some(least.name.as_str())
     }
 
-    /// Whether it is restarted if it holds more than it may. One that outgrows its bounds again right after a start
-    /// would do so for ever: each time waits longer.
+    /// Returns whether a worker above its bound may be restarted. After each recycle the required run time doubles, up
+    /// to 64 times `stable_after`, so that a worker that outgrows its bound right after a start is not restarted in a
+    /// loop.
     pub(super) fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
         let stable = self.params.start.restart.stable_after;
         self.recycles == 0 || now >= ready_at + stable.saturating_mul(1 << self.recycles.min(6))
     }
 
-    /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
-    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end; or,
-    /// at rest, twice what a `fresh` one takes, if one is to take its place.
+    /// Records a measurement. Returns the bound that the worker has exceeded for `settle`; it then winds down. The
+    /// bound is `recycle_above`; else, while memory is `wanted`, its peak, if its use after requests grows without end;
+    /// else, at rest, twice the use of a `fresh` process, if one is to replace it.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
@@ -163,9 +164,10 @@ impl Worker {
     }
 }
 
-/// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
-/// it has arrived by then.
+/// Time without requests before a worker that winds down is stopped: requests sent before the APIs were notified have
+/// arrived by then.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// How long a worker that winds down takes nothing new while its work goes on. As long as a client waits for a transcript.
+/// Longest time for which a busy worker that winds down accepts no requests: as long as a client waits for a
+/// transcript.
 const WIND_DOWN_MAX: Duration = Duration::from_secs(30);

@@ -13,24 +13,24 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// One life of a worker's process.
+/// Life of a worker's process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Run {
     pub(crate) lease: LeaseId,
     pub(crate) pid: Option<u32>,
     pub(crate) variant: Option<String>,
     pub(super) stage: Stage,
-    /// When it was started, became ready, changed or was asked to stop.
+    /// Time of its start, readiness, last change or stop request.
     pub(crate) since: Timestamp,
     pub(crate) resizing: Option<Resizing>,
-    /// The variant that it had before it was made smaller to make room.
+    /// Variant before it was shrunk to free memory.
     pub(crate) before_shed: Option<String>,
     pub(super) peak: RunPeak,
-    /// When it was taken over from an earlier run, which says nothing of what it has come to use since.
+    /// When it was taken over from an earlier run; its high water may then include growth since its start.
     pub(crate) taken_over_at: Option<Timestamp>,
-    /// Whether it has shown that it can serve, to us or to the run before.
+    /// Whether it has answered, in this run of the supervisor or an earlier one.
     pub(super) answered: bool,
-    /// It has died in a way that another start would repeat.
+    /// Its failure would recur with another start.
     pub(super) needs_operator: bool,
 }
 
@@ -40,63 +40,63 @@ pub(super) enum Stage {
     Ready(Ready),
     Stopping {
         cause: StopCause,
-        /// It was to be restarted for its size when something else stopped it.
+        /// It was due for a recycle for its size when it was stopped for another cause.
         outgrown: bool,
     },
 }
 
-/// State of a worker that answers.
+/// State of a ready worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) at: Timestamp,
     pub(super) winding: Option<Winding>,
-    /// Since when it has been measured above what it may hold.
+    /// Since when it has been measured above its bound.
     pub(super) over_since: Option<Timestamp>,
-    /// What its requests take.
+    /// Memory of its requests.
     #[serde(default)]
     pub(super) breath: Breath,
-    /// The variant that it had before it was made smaller for being idle.
+    /// Variant before it was shrunk when idle.
     pub(super) before_rest: Option<String>,
-    /// It was asked into its smallest variant for being idle, or could not be.
+    /// It was requested to shrink to its smallest variant when idle, or could not be.
     pub(super) shrunk: bool,
-    /// It was asked to come down for want of memory, and did not.
+    /// It did not shrink when notified of a shortage of memory.
     pub(super) ignores_pressure: bool,
 }
 
-/// A worker that takes nothing new, and ends when it has finished.
+/// Wind-down of a worker: it accepts no requests, and ends when the running ones have completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Winding {
     pub(super) cause: WindCause,
     pub(super) since: Timestamp,
 }
 
-/// Why a worker takes nothing new.
+/// Cause of a wind-down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum WindCause {
     Idle,
-    /// It holds more than it may.
+    /// It exceeds its bound.
     Outgrown,
 }
 
-/// The kernel's high water of one life.
+/// Kernel's high water of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RunPeak {
     pub(super) seen: Option<Bytes>,
-    /// Whether a life was counted by it.
+    /// Whether this life has been counted.
     pub(super) counted: bool,
-    /// High water that another variant of this life may have left; what does not exceed it says nothing of this one.
+    /// High water that another variant of this process may have caused; no evidence for this variant unless exceeded.
     pub(super) of_others: Option<Bytes>,
-    /// Whether the next reading is one of another variant.
+    /// Whether the next reading belongs to another variant.
     pub(super) next_is_of_others: bool,
 }
 
 impl RunPeak {
-    /// Leaves a variant: the kernel remembers one high water for the whole life.
+    /// Attributes the high water so far to another variant: the kernel keeps one for the whole life.
     pub(super) fn leave(&mut self) {
         self.of_others = self.of_others.max(self.seen);
     }
 
-    /// Whether a high water is one of the present variant: well above what others have left.
+    /// Returns whether `peak` is of the present variant: well above the high water of others.
     pub(super) fn is_own(&self, peak: Bytes) -> bool {
         self.of_others.is_none_or(|others| {
             peak > others.saturating_add(others.per_mille(UNSTEADY_PER_MILLE).max(UNSTEADY))
@@ -104,13 +104,13 @@ impl RunPeak {
     }
 }
 
-/// How far two readings of the same high water may lie apart. Since Linux 6.2 the kernel sums counters of processors as
-/// they stand, each within 32 pages or twice the number of processors, so that a later reading may be lower. The size
+/// Tolerance between two readings of the same high water. Since Linux 6.2 the kernel sums per-CPU counters without
+/// synchronisation, each within 32 pages or twice the number of processors, so a later reading may be lower. The size
 /// and the share are our choice.
 const UNSTEADY: Bytes = Bytes::from_mib(4);
 const UNSTEADY_PER_MILLE: u32 = 50;
 
-/// A change of variant under way.
+/// Change of variant in progress.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Resizing {
     pub(crate) variant: String,
@@ -129,7 +129,7 @@ pub(crate) enum StopCause {
 }
 
 impl StopCause {
-    /// What a stop for this reason is for.
+    /// Maps the reason of a stop to its cause.
     pub(crate) const fn of(reason: &StopReason) -> Self {
         match reason {
             StopReason::Reclaim { .. } | StopReason::IgnoredPressure(_) => Self::Shed,
@@ -163,7 +163,8 @@ impl Run {
         }
     }
 
-    /// It runs since an earlier run of the supervisor; `resizes` where it has more than one variant.
+    /// Returns the life of a process started by an earlier run of the supervisor; `resizes` if it has more than one
+    /// variant.
     pub(super) fn adopted(
         booked: &BookedRun,
         lease: LeaseId,
@@ -174,7 +175,7 @@ impl Run {
         let change = booked.change.clone();
         Self {
             pid: Some(pid),
-            // Not asked again for what it shows only once, though we end before it has answered to us.
+            // Readiness is shown only once: kept even if the supervisor ends before the worker answers again.
             answered: booked.ready,
             resizing: change.map(|BookedChange { variant, to_shed }| Resizing {
                 variant,
@@ -183,7 +184,7 @@ impl Run {
                 to_shed,
             }),
             before_shed: booked.variant_before_shed.clone(),
-            // It is unknown of which of its sizes its high water is.
+            // The variant of its high water is unknown.
             peak: RunPeak {
                 next_is_of_others: resizes,
                 ..RunPeak::default()
@@ -193,7 +194,7 @@ impl Run {
         }
     }
 
-    /// Its part of the book for the next run; `held` is what is on the book for it.
+    /// Returns its part of the book for the next run; `held` is its entry in the ledger.
     pub(super) fn booked(&self, held: Bytes) -> BookedRun {
         let change = self.resizing.as_ref();
         BookedRun {
@@ -206,7 +207,7 @@ impl Run {
             }),
             stop: self.stopping().map(|cause| match cause {
                 StopCause::Operator => BookedStop::ForGood,
-                // One that was to sleep is started, and sleeps again when it has nothing to do.
+                // Started; it is stopped again when idle.
                 StopCause::Idle | StopCause::Recycle | StopCause::NotReady => BookedStop::Again,
                 StopCause::Shed => BookedStop::ToShed,
             }),
@@ -242,7 +243,7 @@ impl Run {
         }
     }
 
-    /// It answers. Returns how long that took, or `None` if it was not being started.
+    /// Marks the worker ready. Returns the time that took, or `None` if it was not starting.
     pub(super) fn answered(&mut self, pid: u32, now: Timestamp) -> Option<Duration> {
         if self.stage != Stage::Starting {
             return None;
@@ -256,13 +257,13 @@ impl Run {
         self.pid = Some(pid);
         self.since = now;
         if let Some(resizing) = &mut self.resizing {
-            // A change that an earlier run had asked for and not seen confirmed: asked again it does no harm.
+            // A change requested by an earlier run and not confirmed; repeating it is harmless.
             resizing.asked_at = now;
         }
         Some(took)
     }
 
-    /// It is asked to stop. Returns those who waited for its change of variant.
+    /// Begins to stop. Returns the callers that waited for a change of variant.
     pub(crate) fn stop(&mut self, cause: StopCause, now: Timestamp) -> Vec<Ticket> {
         let outgrown = self.ready().is_some_and(Ready::is_outgrown);
         self.stage = Stage::Stopping { cause, outgrown };
@@ -272,19 +273,19 @@ impl Run {
             .map_or_else(Vec::new, |resizing| resizing.tickets)
     }
 
-    /// It is asked to change.
+    /// Begins a change of variant.
     pub(crate) fn change(&mut self, resizing: Resizing) {
         if resizing.to_shed {
             self.before_shed = self.before_shed.take().or_else(|| self.variant.clone());
         }
         self.peak.leave();
-        // Of a start that was not read yet, the next reading may be.
+        // Without a reading so far, the next one may be of the variant being left.
         self.peak.next_is_of_others |= self.peak.seen.is_none();
         self.resizing = Some(resizing);
     }
 
-    /// It has changed to `variant`, which may be `smaller`, or kept its own. Returns what was asked of it, or `None` if it is
-    /// not ready.
+    /// Ends a change: the worker is in `variant`, which may be `smaller`, or has kept its own. Returns the change that
+    /// was requested; the outer `None` if it is not ready.
     pub(super) fn changed(
         &mut self,
         (variant, smaller): (&str, bool),
@@ -296,16 +297,16 @@ impl Run {
         };
         let resizing = self.resizing.take();
         if smaller || failed {
-            // What was read on the way may be of the larger one, and so may what is read next.
+            // Readings up to the next one may be of the larger variant.
             self.peak.leave();
             self.peak.next_is_of_others = true;
         }
         self.variant = Some(variant.to_owned());
-        // What another size took says nothing of this one.
+        // Measurements of another variant do not apply to this one.
         ready.breath = Breath::default();
         self.since = now;
         if failed {
-            // It has kept its size, so that there is none to go back to.
+            // It has kept its variant: there is none to return to.
             ready.before_rest = None;
         } else if resizing.as_ref().is_none_or(|resizing| !resizing.to_shed) {
             self.before_shed = None;
@@ -313,7 +314,7 @@ impl Run {
         Some(resizing)
     }
 
-    /// What its process is stopped for if it does nothing, and when.
+    /// Returns when the process is stopped if it makes no progress, and the reason.
     pub(super) fn due(
         &self,
         start: &StartParams,
@@ -329,7 +330,7 @@ impl Run {
             Stage::Ready(_) => {
                 let resizing = self.resizing.as_ref()?;
                 let variant = resizing.variant.clone();
-                // It may still change at any time, to a size that could not be booked by then.
+                // It could still change at any time, to a size that does not fit by then.
                 let reason = StopReason::NotChanged { variant, within };
                 (resizing.asked_at + within, reason)
             }
@@ -344,5 +345,5 @@ impl Ready {
     }
 }
 
-/// After its grace a worker is killed; reaping one that holds 1 GiB took 182 to 248 ms.
+/// Time to reap a worker that was killed after its grace; reaping one of 1 GiB took 182 to 248 ms.
 const STOP_SLACK: Duration = Duration::from_secs(2);
