@@ -1,8 +1,7 @@
 //! Checkpoint of the arbiter as one plain value.
 //!
-//! A checkpoint holds everything that a decision depends on, so that the same events after it give the same actions as
-//! they gave the arbiter that it was taken of. It is the derived form of the state itself: a field that is added to the
-//! state is in the checkpoint too.
+//! It holds every input of a decision, so that the same events lead to the same actions as in the original arbiter. It
+//! is derived from the state itself, so that a field added to the state is included.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,57 +9,56 @@ use super::Arbiter;
 use crate::params::{Params, ParamsError};
 use cotenant_units::Timestamp;
 
-/// The whole state of an [`Arbiter`] between two events.
+/// Complete state of an [`Arbiter`] between two events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Checkpoint(Box<Arbiter>);
 
-/// A checkpoint that nothing can go on from.
+/// Checkpoint that cannot be resumed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// Its settings are not valid in this version.
     #[error("cannot go on from the checkpoint of {at}: its settings are not valid")]
     Params {
-        /// When it was taken.
+        /// Time of the checkpoint.
         at: Timestamp,
-        /// What is wrong with them.
+        /// Their faults.
         #[source]
         source: ParamsError,
     },
-    /// It contradicts itself, as a file that was edited or damaged may.
+    /// It is inconsistent, for example edited or damaged.
     #[error("cannot go on from the checkpoint of {at}: {broken}")]
     Broken {
-        /// When it was taken.
+        /// Time of the checkpoint.
         at: Timestamp,
-        /// The invariant that does not hold.
+        /// Violated invariant.
         broken: String,
     },
 }
 
 impl Checkpoint {
-    /// The whole state as a plain value. To be taken between two calls of [`Arbiter::handle`], as is all that can be
-    /// seen of an arbiter.
+    /// Copies the state of an arbiter, between two calls of [`Arbiter::handle`].
     #[must_use]
     pub fn of(arbiter: &Arbiter) -> Self {
         Self(Box::new(arbiter.clone()))
     }
 
-    /// When it was taken, by the clock of its run.
+    /// Returns the time of the checkpoint, by the clock of its run.
     #[must_use]
     pub const fn at(&self) -> Timestamp {
         self.0.now()
     }
 
-    /// The settings that the arbiter had.
+    /// Returns the settings of the arbiter.
     #[must_use]
     pub const fn params(&self) -> &Params {
         self.0.params()
     }
 
-    /// An arbiter that goes on where the one of the checkpoint was: the same events give the same actions.
+    /// Returns an arbiter that continues from the checkpoint: the same events lead to the same actions.
     ///
     /// # Errors
-    /// If the settings in it are not valid, or an invariant of the book does not hold.
+    /// If its settings are not valid, or an invariant of the ledger does not hold.
     pub fn resume(self) -> Result<Arbiter, CheckpointError> {
         let at = self.at();
         let arbiter = *self.0;

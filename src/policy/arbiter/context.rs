@@ -1,4 +1,4 @@
-//! State, and the actions of the present call: what each handler of an event and each order works with.
+//! State and pending actions of one call, passed to every handler and order.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// One call of the arbiter: the state that it changes, which it stands for, and the actions that it has decided on.
+/// One call of the arbiter: the state, to which it dereferences, and the actions decided so far.
 #[derive(Debug)]
 pub(super) struct Context<'a> {
     pub(super) state: &'a mut State,
@@ -34,7 +34,7 @@ pub(super) struct Context<'a> {
     pub(super) out: Vec<Action>,
 }
 
-/// The machine as last seen.
+/// Last known state of the machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Machine {
     #[serde(default)]
@@ -43,15 +43,15 @@ pub(super) struct Machine {
     pub(super) reboot: RebootAdvice,
 }
 
-/// Decisions and changes so far, as far as later calls need them.
+/// Past decisions and changes that later calls need.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
-    /// The last shed under pressure.
+    /// Time of the last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     pub(super) stats: Totals,
-    /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
+    /// Figures of the last decision on each subject, so that it is not repeated with each sample.
     pub(super) said: BTreeMap<String, Vec<Bytes>>,
-    /// The request that the queue waits for, of which it was last decided that it waits.
+    /// Request at the head of the queue whose wait was last logged.
     pub(super) first_waits: Option<LeaseId>,
 }
 
@@ -100,8 +100,8 @@ impl Context<'_> {
         self.out.push(Action::Decided { decision });
     }
 
-    /// Decides about a state that lasts, once for each change of its `figures` that is worth a line: by a sixteenth and
-    /// 1 MiB at least, or from or to nothing. Our choice: what others use wavers, and a wait may last for hours.
+    /// Logs a decision about a lasting state only if its `figures` have changed by a sixteenth and at least 1 MiB, or
+    /// from or to zero. Our choice: the use of others fluctuates, and a wait may last for hours.
     pub(super) fn decide_once(
         &mut self,
         subject: &str,
@@ -124,12 +124,12 @@ impl Context<'_> {
         }
     }
 
-    /// The instant after `span`, later than now whatever a setting says: a deadline that is due at once would go unserved.
+    /// Returns the instant after `span`, later than now for any setting: a deadline due at once would go unserved.
     pub(super) fn later(&self, span: Duration) -> Timestamp {
         self.now + span.max(TICK)
     }
 
-    /// Changes the table, and applies what follows from that, in order.
+    /// Changes the table, and applies the effects in order.
     pub(super) fn with_leases<T>(
         &mut self,
         change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T,
@@ -166,12 +166,12 @@ impl Context<'_> {
         self.with_leases(|leases, turn| leases.grant((id, lease), None, bytes, turn))
     }
 
-    /// Raises what a lease holds, if that fits.
+    /// Raises a lease to `bytes`, if that fits.
     pub(super) fn grow_lease(&mut self, id: LeaseId, bytes: Bytes) -> bool {
         self.with_leases(|_, turn| LeaseTable::raise(id, bytes, turn))
     }
 
-    /// Takes a lease off the book, with what waits for it.
+    /// Removes a lease, and denies requests that wait for it. Returns the bytes held.
     pub(super) fn drop_lease(&mut self, id: LeaseId) -> Bytes {
         self.with_leases(|leases, turn| leases.remove(id, turn))
     }
@@ -180,11 +180,11 @@ impl Context<'_> {
         self.with_leases(|leases, turn| leases.begin_ending(id, claimable, turn));
     }
 
-    /// Asks a holder to come down to `bytes`.
+    /// Sets a target of `bytes` for a holder.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &ReclaimReason) {
         let deadline = self.now + self.target_span(id);
         let lease = self.leases.get(id);
-        // A worker cannot answer: what is measured after its notification counts.
+        // A worker cannot answer: measurements after its notification count.
         let is_worker = lease.is_some_and(|lease| lease.kind == LeaseKind::Worker);
         let lower = Lower {
             who: id,
@@ -204,7 +204,7 @@ impl Context<'_> {
         });
     }
 
-    /// A holder that itself wanted less than `max` has changed its mind before that was measured.
+    /// Ends a holder's own reduction to less than `max`, before it was measured.
     pub(super) fn forget_wish(&mut self, id: LeaseId, max: Bytes) {
         let lease = self.leases.get(id);
         if lease.is_some_and(|lease| lease.wants_less_than(max)) {
@@ -212,15 +212,14 @@ impl Context<'_> {
         }
     }
 
-    /// Denies what waits for a lease or a worker that is gone.
+    /// Denies requests that wait for a lease or a worker that is gone.
     pub(super) fn forget_wants_of(&mut self, lease: LeaseId, denial: &Denial) {
         for want in self.queue.take(|want| want.lease == lease) {
             self.deny_all(want.tickets, denial);
         }
     }
 
-    /// Refuses what waits to make a lease larger that is asked to come down to `target`, as a call would be that comes
-    /// now.
+    /// Denies waiting requests to grow a lease that is now under a target, as a new request would be.
     fn refuse_growth_of(&mut self, lease: LeaseId, target: Bytes) {
         let grows = |want: &Want| matches!(want.kind, WantKind::Grow { .. });
         let refused = self.queue.take(|want| want.lease == lease && grows(want));
@@ -231,7 +230,7 @@ impl Context<'_> {
         }
     }
 
-    /// Queues something that we want ourselves.
+    /// Queues a request of the supervisor itself.
     pub(super) fn queue_own(&mut self, tenant: &str, class: Class, lease: LeaseId, kind: WantKind) {
         self.state
             .queue
@@ -242,7 +241,8 @@ impl Context<'_> {
         self.out.extend(change.map(Action::LevelChanged));
     }
 
-    /// Notes that `credited` came off the book, by a shed of ours or otherwise, and that `freed` of it had been used.
+    /// Notes that `credited` bytes were removed from the ledger, by a shed or otherwise, of which `freed` had been in
+    /// use.
     pub(super) fn note_reclaimed(&mut self, credited: Bytes, freed: Bytes, by_shed: bool) {
         self.changed_at = self.now;
         self.machine.page_pool.released(freed, self.now);
@@ -253,7 +253,7 @@ impl Context<'_> {
         }
     }
 
-    /// Decides what is also the answer to the caller.
+    /// Logs a decision that is also the answer to the caller.
     pub(super) fn decide_for(&mut self, ticket: Ticket, decision: impl Into<Decision>) {
         let decision = decision.into();
         self.decide(decision.clone());
@@ -267,7 +267,7 @@ impl Context<'_> {
     }
 }
 
-/// When a denied request may be worth another try.
+/// Returns when a denied request may be retried with a chance of success.
 fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
     match denial {
         Denial::InsufficientMemory {
@@ -290,7 +290,7 @@ fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
     }
 }
 
-/// Why a lease under a target does not become larger than that.
+/// Returns the denial of growth beyond a target in force.
 pub(super) fn above_target(tenant: &str, max: Bytes, target: Bytes) -> Denial {
     Denial::invalid(tenant, "max", &max, Problem::AboveTarget { target })
 }

@@ -1,6 +1,6 @@
-//! Events of the engine: inspected, a plan carried out or failed, gone, busy or idle.
+//! Events of the engine: inspected, plan applied or failed, gone, busy or idle.
 //!
-//! Its state is in [`engine_control`](crate::engine_control); what it is asked for is in `engine_orders`.
+//! Its state is in [`engine_control`](crate::engine_control), orders to it are in `engine_orders`.
 
 use super::{context::Context, engine_orders};
 use crate::{
@@ -29,7 +29,7 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
         token: shape.kv.bytes_per_token(limits.kv_type),
         full: shape.plan_bytes(&shape.full_plan(&limits)),
     });
-    // Memory that reads of an earlier load have kept is back.
+    // Memory kept by pending reads of an earlier load has been returned.
     cx.ledger.forget(ENGINE_TENANT);
     if let Some(at) = cx.state.engine.inspected(shape, cx.state.now) {
         let wait = at.saturating_since(cx.now);
@@ -92,7 +92,7 @@ pub(super) fn take_applied(cx: &mut Context<'_>, applied: &EngineApplied) {
             let bytes = in_force.map_or(asked.from, |plan| cx.engine.bytes_in(plan));
             let regrown = &mut cx.record.stats.regrown_bytes;
             *regrown = regrown.saturating_add(bytes.saturating_sub(asked.from));
-            // The layers whose place the larger chunk should have taken may come back at once.
+            // Layers displaced by the omitted chunk may regrow at once.
             if without_chunk && cx.dwell.began_at(asked.asked_at) {
                 cx.dwell.end();
             }
@@ -122,11 +122,11 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
         in_force: plan_in_force(cx.state),
     });
     let (settle, dwell) = (cx.params.shed.settle, cx.dwell.base());
-    // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
+    // Neither growth nor the same shed is retried at once: it would fail again.
     if pending.kind == PlanKind::Shed {
         cx.engine.blocked.shed = Some(cx.later(settle));
     }
-    // The plan in force is asked for before anything grows; after a longer time, if that one failed.
+    // The plan in force is confirmed before anything grows; later, if the failed plan was itself a confirmation.
     let confirms = cx.engine.plans.in_force.as_ref() == Some(&pending.plan);
     let confirm_at = cx.later(if confirms { settle.max(dwell) } else { settle });
     let grows_at = match pending.kind {
@@ -134,7 +134,7 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
         PlanKind::Shed | PlanKind::Load => confirm_at,
     };
     cx.engine.blocked.growth = cx.engine.blocked.growth.max(Some(grows_at));
-    // Its finished part is on the book until the engine reports which plan is in force.
+    // The finished part of the plan stays in the ledger until the engine reports the plan in force.
     cx.engine.plans.failed(revision, pending.plan, confirm_at);
     engine_orders::settle(cx);
     engine_orders::answer_operators(cx, revision, Err(reason));
@@ -146,12 +146,12 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
     }
     let freed = cx.engine.lease.map_or(Bytes::ZERO, |id| cx.drop_lease(id));
     match left {
-        // No lease holds it, and nothing can be granted of it.
+        // Not covered by a lease, and not available to grants.
         Some(left) => cx.state.ledger.measure(ENGINE_TENANT, left, cx.state.now),
         None => cx.ledger.forget(ENGINE_TENANT),
     }
     cx.changed_at = cx.now;
-    // A retry that fails like the one before is no news.
+    // A retry that fails for the same reason is not logged.
     let before = cx.engine.failure();
     let is_news = before.is_none_or(|before| before.reason != reason);
     let next = cx.state.engine.failed(reason, cure, left, cx.state.now);
@@ -177,7 +177,7 @@ pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
     }
 }
 
-/// The remedy where the least that a model needs exceeds the budget.
+/// Remedy if the floor of a model exceeds the budget.
 const FITS: &str = "`cotenant plan FILE` shows the budget that it needs";
 
 fn plan_in_force(state: &State) -> Option<PlanSize> {

@@ -1,4 +1,4 @@
-//! Orders to the engine, and their state while unanswered.
+//! Orders to the engine, and their state until answered.
 
 use super::context::Context;
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// Asks the engine for a smaller plan.
+/// Sends a smaller plan to the engine.
 pub(super) fn shed(cx: &mut Context<'_>, plan: EnginePlan, reclaim: ReclaimReason) {
     let engine = &cx.engine;
     let goal = engine.goal().unwrap_or(&plan);
@@ -27,7 +27,7 @@ pub(super) fn shed(cx: &mut Context<'_>, plan: EnginePlan, reclaim: ReclaimReaso
     ask(cx, plan, PlanKind::Shed, Some(reason));
 }
 
-/// Sends a plan, without a `reason` to load the model with it; growth has been booked.
+/// Sends a plan; without a `reason`, one to load the model. Growth is already booked.
 pub(super) fn ask(
     cx: &mut Context<'_>,
     plan: EnginePlan,
@@ -67,7 +67,7 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     if cx.state.engine.take_read(cx.state.now) {
         cx.out.push(Action::ReinspectModel);
     }
-    // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
+    // An unanswered plan may be in force all the same; so the intended one is sent once more.
     if let Some(plan) = cx.state.engine.take_unconfirmed(cx.state.now) {
         cx.decide(EngineDecision::Unconfirmed);
         ask(cx, plan, PlanKind::Shed, Some(PlanReason::Confirm));
@@ -81,13 +81,13 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     cx.engine.plans.doubt(revision, overdue.plan.clone());
     answer_operators(cx, revision, Err("it does not answer"));
     if overdue.kind == PlanKind::Shed {
-        // It may still be under way: the dwell counts from when it was last asked for.
+        // It may still be in progress: the dwell counts from the last request.
         cx.state.dwell.begin(cx.state.now);
     }
     ask(cx, overdue.plan, overdue.kind, Some(PlanReason::Unanswered));
 }
 
-/// Credits what a newer measurement of the engine shows.
+/// Credits memory that a newer measurement of the engine shows as free.
 pub(super) fn settle(cx: &mut Context<'_>) {
     let Some(id) = cx.engine.lease else {
         return;
@@ -105,7 +105,7 @@ pub(super) fn settle(cx: &mut Context<'_>) {
         .set_moving(id, !cx.state.engine.plans.pending.is_empty());
 }
 
-/// Why the engine does not give more than it has.
+/// Returns the limit of a shed.
 fn shed_limit(state: &State, held: Bytes) -> ShedLimit {
     let limits = state.engine.limits();
     let floor = state.engine.floor_bytes().unwrap_or_default();
@@ -116,7 +116,7 @@ fn shed_limit(state: &State, held: Bytes) -> ShedLimit {
     }
 }
 
-/// Tells operators what became of what they asked for.
+/// Answers operators whose requests have an outcome.
 pub(super) fn answer_operators(
     cx: &mut Context<'_>,
     revision: u64,

@@ -1,6 +1,6 @@
-//! Orders of growth: load of the engine, and what grows back, one step at a time.
+//! Orders of growth: load of the engine, and regrowth one step at a time.
 //!
-//! What grows, and what it waits for, is decided in [`growth`].
+//! The next step and its preconditions are decided in [`growth`].
 
 use super::{context::Context, engine_orders, reclaim_orders, serve, worker_orders};
 use crate::{
@@ -19,16 +19,16 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Grows back what was shed, one step at a time.
+/// Regrows what was shed, one step at a time.
 pub(super) fn grow_back(cx: &mut Context<'_>) {
     if cx.dwell.left(cx.now).is_none() {
         let _ = grow_one_step(cx);
     }
 }
 
-/// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
-/// as well. Dwell, back-off and an operator's shed stay in force; but see [`growth::capacity_plan`] for an answer that
-/// is being written.
+/// Grows the KV capacity for a client's request: the wanted part from memory that may grow now, the needed part from
+/// layers as well. Dwell, back-off and an operator's shed stay in force, except for a running answer as described at
+/// [`growth::capacity_plan`].
 pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, want: &CapacityWanted) {
     let Some(present) = cx.engine.goal().map(|plan| plan.kv_capacity) else {
         return;
@@ -39,7 +39,7 @@ pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, want: &CapacityWanted) 
     }
     let grown = growth::capacity_plan(cx.state, needed, wanted, want.is_running).and_then(|plan| {
         let change = cx.engine.change_to(&plan);
-        // It has not begun, so that nothing uses the capacity yet.
+        // The request has not begun, so the capacity is still unused.
         cx.state
             .engine
             .pin_capacity(needed.min(plan.kv_capacity), cx.state.now);
@@ -54,7 +54,7 @@ pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, want: &CapacityWanted) 
     }
 }
 
-/// Lets the one step grow that is worth most, or says what it waits for.
+/// Performs the most valuable step of growth, or returns the reason to wait.
 pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
     let Some(next) = growth::next(cx.state)? else {
         return Ok(Done::FullSize);
@@ -78,7 +78,7 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
     Ok(done)
 }
 
-/// Books a plan that takes more, and asks for it.
+/// Books a larger plan, and sends it.
 fn grow_engine(
     cx: &mut Context<'_>,
     plan: EnginePlan,
@@ -94,8 +94,8 @@ fn grow_engine(
             .unwrap_or_default()
             .lacks(bytes.saturating_sub(held)));
     }
-    // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too. So are
-    // layers whose place a larger prefill chunk or KV capacity takes.
+    // The plan also gives up memory if it applies a smaller KV type set by an operator, or if a larger prefill chunk or
+    // KV capacity displaces layers.
     let gives_up =
         |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
     if cx.engine.goal().is_some_and(gives_up) {
@@ -105,7 +105,7 @@ fn grow_engine(
     Ok(Done::Grows(reason))
 }
 
-/// Loads the engine where that is possible, and makes room for its floor where other holders have it.
+/// Loads the engine if it fits, or reclaims memory for its floor from other holders.
 pub(super) fn load_engine(cx: &mut Context<'_>) {
     match growth::load(cx.state) {
         None => {}
@@ -164,5 +164,5 @@ fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
     engine_orders::ask(cx, plan, PlanKind::Load, None);
 }
 
-/// Subject of what is decided once.
+/// Key of a decision that is logged once.
 const WAITS: &str = "the engine waits";

@@ -1,13 +1,13 @@
-//! Invariants that end every call.
+//! Invariants checked at the end of every call.
 
 use super::view::next_deadline;
 use crate::state::State;
 
-/// The first invariant that does not hold; ends every call but renewals, in release builds too.
+/// Returns the first invariant that does not hold. Checked after every call except renewals, in release builds too.
 ///
-/// The sum of leases never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
-/// memory back has a deadline ahead; the engine is never asked to go below its floor, and its lease covers every plan that it
-/// may be at; no deadline that is due has been left unserved.
+/// The leases never exceed the budget; leases and ledger have the same entries; a lease under reclaim has a deadline
+/// ahead; the engine is never sent a plan below its floor, and its lease covers every pending plan; no deadline that is
+/// due is left unserved.
 pub(super) fn broken(state: &State) -> Option<String> {
     if !state.ledger.is_conserved() {
         return Some(format!(
@@ -31,7 +31,7 @@ fn broken_engine(state: &State) -> Option<String> {
     let held = state.engine.lease.map(|id| state.ledger.held_by(id));
     let limits = state.engine.limits()?;
     let shape = state.engine.shape()?;
-    // Where memory was refused for layers of the floor, it was loaded with fewer.
+    // If memory for layers of the floor was refused, it was loaded with fewer.
     let loaded = state
         .engine
         .plans

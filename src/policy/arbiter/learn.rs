@@ -1,4 +1,4 @@
-//! Learned peaks, and the bookings derived from them.
+//! Learned peaks, and the reservations derived from them.
 
 use super::context::Context;
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Takes what the kernel remembers of a worker's life.
+/// Applies the kernel's high water of a worker's life.
 pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
     let worker = cx.workers.get_mut(name);
     if worker.is_some_and(|worker| worker.peaked(peak)) {
@@ -15,8 +15,8 @@ pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
     }
 }
 
-/// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
-/// since, unless it is to end for that.
+/// Learns from a worker that is ready and measured at rest: the need of a start, or growth since then, unless it is to
+/// end for that growth.
 pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
     let (settle, now) = (cx.params.shed.settle, cx.now);
     let measured = cx.ledger.measurement(name);
@@ -60,15 +60,15 @@ fn learn(cx: &mut Context<'_>, name: &str, lesson: Lesson) {
     }
 }
 
-/// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it
-/// had, or was expected to need, and as much again as one start may differ from the last.
+/// Raises the peak of a worker that was killed at the limit of its control group, since its need exceeds every
+/// measurement: the highest of its measured, learned and configured peaks, plus `OOM_RAISE_PER_MILLE`.
 pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
     let name = certificate.worker.as_str();
     let Some(worker) = cx.state.workers.get(name) else {
         return;
     };
     if worker.params.variants.len() > 1 {
-        // Of which of its sizes it was is not known: the file counts.
+        // The variant is unknown: the configuration applies.
         return;
     }
     let variant = worker.variant();
@@ -94,7 +94,8 @@ pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
     }
 }
 
-/// The engine's plans are exact; what it uses is learned for its model, to be seen. Memory that no token has touched is not used.
+/// Learns the engine's use for its model, for display only, since plans are exact. Untouched memory does not count as
+/// used.
 pub(super) fn from_engine(cx: &mut Context<'_>) {
     let untouched = cx.engine.kv.untouched;
     let used = cx.ledger.used_by(ENGINE_TENANT);
@@ -117,6 +118,6 @@ fn store_peaks(cx: &mut Context<'_>) {
     cx.out.push(Action::StorePeaks { peaks });
 }
 
-/// The raise of the peak by a kill at the limit of a group. Our choice: more than the margin of a learned peak (10 %),
+/// Raise of the peak after a kill at the limit of a group. Our choice: more than the margin of a learned peak (10 %),
 /// and four kills in a row double it.
 const OOM_RAISE_PER_MILLE: u32 = 200;

@@ -38,7 +38,7 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) -> R
     Ok(())
 }
 
-/// Answers an operator once the engine has answered the last plan.
+/// Answers an operator once the engine has answered the last plan sent.
 fn await_engine(cx: &mut Context<'_>, ticket: Ticket, before: Bytes, wish: Wish) {
     if let Some((revision, _)) = cx.engine.plans.pending.last_key_value() {
         let revision = *revision;
@@ -51,8 +51,8 @@ fn await_engine(cx: &mut Context<'_>, ticket: Ticket, before: Bytes, wish: Wish)
     }
 }
 
-/// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
-/// smaller, and as soon as there is room for it when it becomes larger.
+/// Sets the KV type used when memory is ample. Existing KV is converted: at once to a smaller type, and to a larger one
+/// as soon as it fits.
 pub(super) fn take_kv_type(
     cx: &mut Context<'_>,
     ticket: Ticket,
@@ -86,7 +86,8 @@ pub(super) fn take_kv_type(
     let (before, bytes) = (cx.ledger.held_by(id), shape.plan_bytes(&plan));
     let change = cx.engine.change_to(&plan);
     let smaller = kind < goal.kv_type;
-    // Not against the lease: after a growth that failed it holds what is given back as soon as that is confirmed.
+    // Compared with the plan, not the lease: after a failed growth, the lease still holds bytes that are returned once
+    // that is confirmed.
     let more = bytes.saturating_sub(shape.plan_bytes(goal));
     let no_room = !smaller && !growth::has_room(cx.state, more);
     if no_room || (!smaller && !cx.grow_lease(id, bytes.max(before))) {
@@ -105,7 +106,7 @@ pub(super) fn take_kv_type(
     } else {
         PlanKind::Regrow
     };
-    // A wished shed stays for the dwell, as any shed; a wished growth does not wait.
+    // A requested shed lasts for the dwell, as any shed; a requested growth does not wait.
     if smaller {
         cx.state.dwell.begin(cx.state.now);
     } else {
@@ -116,7 +117,7 @@ pub(super) fn take_kv_type(
     Ok(())
 }
 
-/// Goes on with other settings, or with none of them changed.
+/// Applies other settings, or none of them if one is at fault.
 pub(super) fn take_reconfigured(
     cx: &mut Context<'_>,
     ticket: Ticket,
@@ -133,8 +134,8 @@ pub(super) fn take_reconfigured(
     Ok(())
 }
 
-/// Goes on with the budget of a machine, or of a control group, that has become larger or smaller. Where there is none, what
-/// runs keeps its settings, and pressure decides by what is left.
+/// Applies the new budget after the machine or a control group was resized. If no valid budget results, the settings
+/// stay in force, and reclaim follows from pressure alone.
 pub(super) fn take_resized(
     cx: &mut Context<'_>,
     machine: MachineMemory,
@@ -167,7 +168,8 @@ pub(super) fn take_resized(
     }
 }
 
-/// An operator ends the dwell, of the level too once the headroom has recovered, and the back-off. A regrow that can do nothing is refused with what it waits for.
+/// Ends the dwell, also that of the level once the headroom has recovered, and the back-off. A regrow without effect is
+/// denied with the reason to wait.
 pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), Denial> {
     let change = cx.state.pressure.end_dwell(cx.state.now);
     cx.note_level(change);
@@ -178,7 +180,7 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), De
     match growth_orders::grow_one_step(cx) {
         Ok(done) => cx.done(ticket, done),
         Err(GrowthWait::Sample) if lacks_something => {
-            // Something was given back a moment ago. It grows by itself as soon as a sample shows how much there is.
+            // Memory was returned a moment ago. It regrows as soon as a sample shows how much is free.
             cx.out.push(Action::SampleAfter {
                 wait: cx.params.pressure.sample_min,
             });
@@ -189,7 +191,7 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), De
     Ok(())
 }
 
-/// Has a model read again whose floor exceeded the budget before that became larger.
+/// Inspects a model again if its floor exceeded the budget before the budget grew.
 fn load_what_fits_now(cx: &mut Context<'_>, was_too_large: bool) {
     if was_too_large && cx.engine.lease.is_none() && cx.floor_out_of_reach().is_none() {
         cx.engine.read_again();
@@ -197,14 +199,14 @@ fn load_what_fits_now(cx: &mut Context<'_>, was_too_large: bool) {
     }
 }
 
-/// Has the header of a model read again that is not loaded; what follows is as at the start.
+/// Inspects a model that is not loaded; the rest is as at the start.
 pub(super) fn take_load(cx: &mut Context<'_>, ticket: Ticket) {
     let done = if cx.engine.params.is_none() {
         Done::NoEngine
     } else if cx.engine.lease.is_some() {
         Done::Loaded
     } else {
-        // Failures before the operator's command do not count any more.
+        // Failures before the operator's command no longer count.
         cx.engine.read_again();
         cx.out.push(Action::InspectModel);
         Done::Inspecting

@@ -1,6 +1,6 @@
-//! Orders of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
+//! Orders of reclaim: holders that can shrink together, stops of processes one at a time.
 //!
-//! The choice of holders is made in [`crate::reclaim`].
+//! The holders are chosen in [`crate::reclaim`].
 
 use super::{context::Context, engine_orders, worker_orders};
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     worker_control::is_any_stopping,
 };
 
-/// Asks back what is held beyond a budget that was lowered, one round for each settle time.
+/// Reclaims the excess over a lowered budget, one round per settle time.
 pub(super) fn come_within_budget(cx: &mut Context<'_>) {
     let settle = cx.params.shed.settle;
     let settling = cx.record.relieved_at.is_some_and(|at| cx.now < at + settle);
@@ -25,7 +25,7 @@ pub(super) fn come_within_budget(cx: &mut Context<'_>) {
     }
 }
 
-/// Sheds while the headroom is below the upper watermark.
+/// Sheds memory while the headroom is below the upper watermark.
 pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
     let spared = match reclaim::under_pressure(cx.state, cx.record.relieved_at) {
         Relief::Waits => return,
@@ -61,7 +61,7 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
     );
 }
 
-/// Asks for what was chosen, and says so. Returns whether a holder has been asked.
+/// Carries out a reclaim, and logs it. Returns whether a request was sent to a holder.
 pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
     let Reclaim {
         purpose,
@@ -101,7 +101,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
                 worker_orders::stop(cx, &worker, reason);
                 asked = true;
             }
-            // One is stopped at a time; and the engine is asked once for all that was chosen.
+            // Workers are stopped one at a time, and the engine gets one plan for all its choices.
             _ => {}
         }
     }
@@ -115,5 +115,5 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
     asked
 }
 
-/// Subject of what is decided once.
+/// Key of a decision that is logged once.
 const NOTHING_LEFT: &str = "nothing left to shed";

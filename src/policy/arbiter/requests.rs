@@ -1,4 +1,4 @@
-//! Requests of tenants: a lease, its renewal, another size, its end.
+//! Requests of tenants: grant, renewal, resize and release of leases.
 
 use super::{
     context::{Context, above_target},
@@ -73,7 +73,7 @@ pub(super) fn take_release(cx: &mut Context<'_>, call: &LeaseCall) -> Result<(),
             end: LeaseEnd::ReleasedByOther { uid: peer.uid },
         });
     }
-    // A peer that releases the lease of another answers for it that the holder may not have heard.
+    // A peer that releases another's lease vouches for the holder, which may not know of the end.
     cx.begin_ending(id, Bytes::ZERO);
     cx.decide_for(call.ticket, LeaseDecision::Released { lease, held });
     Ok(())
@@ -92,7 +92,7 @@ pub(super) fn take_resize(cx: &mut Context<'_>, call: &LeaseResize) -> Result<()
         _ if min > held => cx.not_draining(&tenant, min)?,
         _ => {}
     }
-    // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
+    // The last call replaces earlier ones that still wait, which would otherwise be granted in addition.
     let replaced = Denial::Replaced {
         lease: cx.leases.name_of(id).to_string(),
     };
@@ -106,7 +106,7 @@ pub(super) fn take_resize(cx: &mut Context<'_>, call: &LeaseResize) -> Result<()
     }
     cx.leases.set_bounds(id, min, max);
     if max < held {
-        // Less than it has all the same, if more than it wanted last: what it was spared for goes on.
+        // Still a reduction, though perhaps to more than the previous request: its deadline stays in force.
         cx.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
     } else {
         cx.forget_wish(id, max);
@@ -200,10 +200,11 @@ fn check_quota(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     })
 }
 
-/// Answers a request that came before: the same lease, the same place in the queue, or that its id was used.
+/// Answers a repeated request: with the same lease, the same place in the queue, or a denial if its id was used for
+/// another request.
 ///
-/// A place in the queue is that of the process that took it: another one that joined it would be granted what is measured
-/// of the first.
+/// A place in the queue belongs to the process that took it: another process that joined would be granted a lease that
+/// is measured at the first.
 fn answer_repeated(
     cx: &mut Context<'_>,
     ticket: Ticket,
@@ -274,7 +275,7 @@ fn answer_validation(
     Ok(())
 }
 
-/// Whether two requests ask the same, from whichever process.
+/// Returns whether two requests are for the same lease, regardless of their processes.
 fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
     (one.class, one.min, one.max, one.term) == (other.class, other.min, other.max, other.term)
 }
@@ -282,9 +283,9 @@ fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
 /// Longest name or request id, in bytes.
 const TEXT_MAX: u32 = 128;
 
-/// Characters of a text that is too long which are shown in the denial.
+/// Characters of an overlong text that are shown in the denial.
 const SHOWN_MAX: usize = 32;
 
-/// Leases of all users, with the requests that wait. Our choice, above what one user may have: each event looks at all of
-/// them, and the end of a holder of 1000 takes milliseconds.
+/// Limit on leases of all users and waiting requests. Our choice, above the limit of one user: each event iterates over
+/// all of them, and the exit of a holder of 1000 takes milliseconds.
 const LEASES_MAX: usize = 1024;

@@ -1,16 +1,15 @@
 //! State handed from one run to the next.
 //!
 //! ```text
-//!   last run:  held, asked to come down ──► held, all of it, for one more term
-//!              ended, not yet measured back ──► fenced: what is still used is an unmanaged process's until its holder ends; what
-//!                                               a holder may take that has not heard of it, for one more term
-//!              waiting in the queue ──► gone; the callers ask again
-//!   worker:    alive ──► booked as it was, starting until it answers
+//!   last run:  held, or under a target ──► held in full, for one more term
+//!              ended, not yet measured ──► fenced: residual use counts as unmanaged until the holder exits; bytes that a
+//!                                          holder unaware of the end may take, for one more term
+//!              waiting in the queue ──► gone; the callers retry
+//!   worker:    alive ──► booked as before, starting until it answers
 //!              gone ──► as at any start
 //! ```
 //!
-//! Leases and workers that are taken over count at once, before anything else is admitted, so that nothing is promised
-//! twice.
+//! Leases and workers taken over count before any admission, so that no memory is promised twice.
 
 use super::{context::Context, worker_orders};
 use crate::{
@@ -23,7 +22,7 @@ use crate::{
     worker::StopCause,
 };
 
-/// The state that the next run has to know of this one.
+/// Returns the state that the next run needs.
 pub(super) fn book(state: &State) -> Book {
     let booked = |id: LeaseId, lease: &Lease| {
         Some(BookedLease {
@@ -58,7 +57,7 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
     if cx.leases.ids().next().is_some() || !cx.queue.is_empty() {
         return cx.decide(LeaseDecision::BookTooLate);
     }
-    // A target may have been sent that was not written down; its number must not come to mean another one.
+    // Targets may have been sent after the last write of the book; their nonces must not be reused.
     book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
     cx.leases.skip(book.last);
     for booked in &book.workers {
@@ -95,7 +94,7 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
     });
 }
 
-/// Books a worker that runs, and asks it again what it was asked.
+/// Books a running worker, and repeats its pending stop.
 fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&BookedWorker>) {
     let name = &adopted.worker;
     let Some(worker) = cx.state.workers.get(name) else {
@@ -108,13 +107,13 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
             ..BookedRun::default()
         });
     let (id, held) = run.lease.unwrap_or_else(|| {
-        // Started, and killed before that was written: it may take all that it needs for its start.
+        // Its start was not written before the supervisor was killed: it may take its whole peak.
         (
             cx.state.leases.next_id(),
             worker.params.peak_of(run.variant.as_deref()),
         )
     });
-    // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
+    // Bytes that do not fit are not booked: they are unaccounted, and the worker is stopped.
     let fits = held.min(cx.ledger.free());
     if !worker_orders::book(cx, name, id, fits) {
         return;
@@ -140,7 +139,7 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
     }
 }
 
-/// A lease goes on for one more term, in which its holder has to come back.
+/// Restores a lease for one more term, in which its holder must renew it.
 fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
     let (id, held, request) = (booked.id, booked.held, booked.request);
     let limits = cx.params.lease;
@@ -167,5 +166,5 @@ fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
     }
 }
 
-/// More targets than are sent between two writings of the book.
+/// More targets than are sent between two writes of the book.
 const NONCES_SKIPPED: u64 = 1 << 20;

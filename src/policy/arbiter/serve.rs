@@ -1,6 +1,6 @@
-//! Service of the queue: what is granted, what waits and why, and what is reclaimed for the first one.
+//! Service of the queue: grants, explained waits, and reclaim for the first request.
 //!
-//! The order is that of [`admission`](crate::admission).
+//! For the order see [`admission`](crate::admission).
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Serves at once, or queues for as long as `wait` allows.
+/// Serves a request at once, or queues it for at most `wait`.
 pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
     let full = cx.queue.full_for(&want, &cx.params.lease);
     let overtakes = cx.none_waits_before(want.class);
@@ -44,7 +44,7 @@ pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
         cx.deny_all(tickets.unwrap_or_default(), &denial);
         return;
     }
-    // It is passed over from now on, so that this is the only time to tell.
+    // The request no longer blocks the queue, so its wait is logged only here.
     let hopeless = cx.queue.get(place).filter(|want| cx.is_out_of_reach(want));
     if let Some(denial) = hopeless.map(|want| why_not(cx.state, want)) {
         cx.decide(AdmissionDecision::OutOfReach { tenant, denial });
@@ -72,7 +72,7 @@ pub(super) fn serve_queue(cx: &mut Context<'_>) {
     note_first(cx, None);
 }
 
-/// Notes which request the queue waits for: another one, or the same once more, is explained again.
+/// Notes the request that the queue waits for: a different one, or a new wait of the same one, is explained again.
 fn note_first(cx: &mut Context<'_>, first: Option<LeaseId>) {
     if cx.record.first_waits != first {
         cx.record.first_waits = first;
@@ -80,7 +80,7 @@ fn note_first(cx: &mut Context<'_>, first: Option<LeaseId>) {
     }
 }
 
-/// Explains a start that waits for more than it can ever have, once for each change of the figures.
+/// Explains a start that needs more than can become free, once for each change of the figures.
 fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
     let worker = cx.workers.get(name);
     if let Some(wait) = worker.and_then(|worker| cx.worker_wait(worker)) {
@@ -119,10 +119,10 @@ fn why_not(state: &State, want: &Want) -> Denial {
         .unwrap_or_else(|| state.insufficient(&want.tenant, Some(want.lease), asked, want.class))
 }
 
-/// What a want needs beyond what it holds, and what there is for it; `None` where it is not admitted now.
+/// Returns the bytes that a want needs beyond its lease, and those available; `None` if it is not admitted now.
 fn needed_and_available(state: &State, want: &Want) -> Option<(Bytes, Bytes)> {
     let denial = state.admission_denial(&want.tenant, want.class, state.asked_by(want));
-    // A worker that asks for itself has its peak booked until now.
+    // The peak of a worker that requests its own lease is reserved until now.
     let reserved = state.reserved_until_asked(want);
     let available = state
         .available(want.class, want.deadline.is_some())
@@ -130,7 +130,7 @@ fn needed_and_available(state: &State, want: &Want) -> Option<(Bytes, Bytes)> {
     (denial.is_none()).then(|| (state.needed_by(want), available))
 }
 
-/// Returns whether the want is off the queue.
+/// Serves a want if it fits. Returns whether it is off the queue.
 fn serve(cx: &mut Context<'_>, place: Place) -> bool {
     let Some(want) = cx.queue.get(place) else {
         return true;
@@ -166,7 +166,7 @@ fn grant_lease(
     available: Bytes,
 ) {
     let (min, bytes) = (request.min, request.max.min(available));
-    // A worker that asks for itself is measured as the worker.
+    // A worker that requests its own lease is measured as the worker.
     let holder = if cx.workers.contains_key(&request.tenant) {
         request.tenant.clone()
     } else {
@@ -211,7 +211,7 @@ fn grow_for(cx: &mut Context<'_>, want: Want, (min, max): (Bytes, Bytes), availa
     }
 }
 
-/// Asks back what the first in the queue lacks, if enough can be had.
+/// Reclaims what the first request lacks, if enough can be reclaimed.
 fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     let Some(want) = cx.queue.get(place) else {
         return;
@@ -251,5 +251,5 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     }
 }
 
-/// Subject of what is decided once.
+/// Key of a decision that is logged once.
 const FIRST_WAITS: &str = "the first in the queue waits";

@@ -12,7 +12,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// When [`DeadlineReached`](crate::event::Event::DeadlineReached) is due, if ever; later than the last event.
+/// Returns when [`DeadlineReached`](crate::event::Event::DeadlineReached) is due, if ever; later than the last event.
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
     [
         state.leases.next_deadline(&state.params.shed),
@@ -27,7 +27,7 @@ pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
     .min()
 }
 
-/// The state as operators, metrics and tests see it.
+/// Returns the state as operators, metrics and tests see it.
 pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snapshot {
     let mut leases: Vec<LeaseView> = state
         .leases
@@ -104,7 +104,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
     }
 }
 
-/// A request that waits, as the lease that it will be.
+/// Returns the lease of a waiting request.
 fn waiting_view(want: &Want, ledger: &Ledger) -> Option<LeaseView> {
     let WantKind::Lease(request) = want.kind.clone() else {
         return None;

@@ -1,9 +1,8 @@
-//! Events of workers: ready, gone, changed, measured, due.
+//! Events of workers: ready, exited, changed, measured, due.
 //!
-//! The state of each worker is in [`worker_control`](crate::worker_control). A worker's lease is ours: the peak
-//! is booked before it is started, and comes down to the steady size when the worker is measured there. A larger
-//! variant is booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked
-//! for is in `worker_orders`.
+//! The state of each worker is in [`worker_control`](crate::worker_control), orders to it are in `worker_orders`. The
+//! supervisor holds the lease of a worker: the peak is booked before its start, and lowered to the steady size once
+//! measured. A larger variant is booked before the request; a smaller one is credited once measured.
 
 use std::time::Duration;
 
@@ -80,7 +79,7 @@ pub(super) fn take_died(cx: &mut Context<'_>, certificate: &DeathCertificate) {
     }
 }
 
-/// Ends the process that did not answer, unless it is not the one that runs now or is about to end.
+/// Ends an unresponsive process, if it is the one that is running and it is not stopping.
 pub(super) fn take_unresponsive(cx: &mut Context<'_>, name: &str, pid: u32, evidence: String) {
     let Some(worker) = cx.workers.get(name) else {
         return;
@@ -174,8 +173,8 @@ pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
     }
 }
 
-/// Books what the last requests of a worker have taken, as far as it is free, and has the engine give the rest if it can:
-/// what this request takes is not missed when it takes it.
+/// Books the highest use of a worker's last requests as far as memory is free, and reclaims the rest from the engine if
+/// possible, before the present request allocates it.
 fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
     let Some(worker) = cx.workers.get(name).filter(|worker| worker.is_settled()) else {
         return;
@@ -208,7 +207,7 @@ fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
     }
 }
 
-/// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
+/// Starts a worker that sleeps or was shed, for a request.
 pub(super) fn take_wanted(cx: &mut Context<'_>, name: &str) {
     if !cx.draining && cx.workers.get(name).is_some_and(Worker::can_be_woken) {
         cx.decide(WorkerDecision::Woken {
@@ -314,7 +313,7 @@ pub(super) fn take_resized(cx: &mut Context<'_>, resized: &WorkerResized) {
     }
     let to_shed = |resizing: &&Resizing| resizing.to_shed && error.is_none();
     if let Some(since) = resizing.as_ref().filter(to_shed).map(|it| it.asked_at) {
-        // Others wait for it, so a worker that only confirms it is not believed for long.
+        // Others wait for the memory, so the confirmation needs a measurement by a deadline.
         worker_orders::verify_variant(cx, name, used, since);
     } else {
         settle(cx, name);
@@ -368,7 +367,7 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     }
 }
 
-/// Serves what time and work have brought to workers that are ready. To be called last, when all else is decided.
+/// Serves the steps of ready workers that are due by time or activity. Called last, after all other decisions.
 pub(super) fn serve_rests(cx: &mut Context<'_>) {
     let names: Vec<String> = cx.workers.keys().cloned().collect();
     for name in names {
@@ -392,7 +391,7 @@ pub(super) fn serve_rests(cx: &mut Context<'_>) {
     }
 }
 
-/// Whether a worker that runs may rest: it neither waits to become larger nor comes down.
+/// Returns whether a running worker may rest: it does not wait to grow, and is under no target.
 fn may_rest(state: &State, worker: &Worker) -> bool {
     worker.lease().is_some_and(|id| {
         let comes_down = state.leases.get(id).and_then(Lease::revocation).is_some();
@@ -409,7 +408,7 @@ pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
         .min()
 }
 
-/// Starts the next one whose turn has come.
+/// Starts the next worker in the order of starts.
 pub(super) fn start_in_order(cx: &mut Context<'_>) {
     if cx.draining {
         return;
@@ -421,12 +420,12 @@ pub(super) fn start_in_order(cx: &mut Context<'_>) {
     }
 }
 
-/// Credits what a measurement of a worker shows, once it is where it wants to be.
+/// Credits what a measurement of a worker shows, once it has settled.
 pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let Some(measured) = cx.ledger.measurement(name) else {
         return;
     };
-    // While its memory is there, a worker's lease is what it uses; declared sizes are guesses.
+    // While a worker is up, its lease follows its measured use; declared sizes are guesses.
     let up = cx.workers.get(name).filter(|worker| worker.is_up());
     if let Some(id) = up
         .and_then(Worker::lease)
@@ -456,11 +455,11 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     if is_steady && !auto && need == Bytes::ZERO {
         stays = steady;
     }
-    // What its request may still take stays booked until that has ended.
+    // Memory that its requests may still take stays booked until they have ended.
     if worker.requests > 0 {
         stays = stays.max(need.min(held));
     }
-    // Pages come and go with each measurement.
+    // Use fluctuates by some pages between measurements.
     if held.saturating_sub(stays) < NOTICED {
         stays = stays.max(held);
     }
@@ -469,7 +468,7 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     if freed > Bytes::ZERO {
         cx.changed_at = cx.now;
     }
-    // What comes and goes with each request is not worth a line.
+    // Changes with each request are not logged.
     if freed > Bytes::ZERO && need == Bytes::ZERO {
         cx.decide(WorkerDecision::Settled {
             worker: name.to_owned(),
@@ -481,7 +480,7 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     }
 }
 
-/// Has a worker wind down that holds more than it may, by its last measurement.
+/// Winds down a worker whose last measurement exceeds its bound.
 fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     let settle = cx.params.shed.settle;
     let wanted = is_memory_wanted(cx.state);
@@ -501,7 +500,7 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     }
 }
 
-/// Whether something waits for memory, or soon will: only then a worker that leaks is worth a restart.
+/// Returns whether memory is wanted now or soon: only then is a leaking worker restarted.
 fn is_memory_wanted(state: &State) -> bool {
     state.pressure.level() > PressureLevel::Normal
         || !state.queue.is_empty()
@@ -512,7 +511,8 @@ fn is_memory_wanted(state: &State) -> bool {
         || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE)
 }
 
-/// Memory is wanted when less than one part in so many of the budget is free. Our choice: a leak is ended before it is felt.
+/// Part of the budget, as a divisor, below which free memory counts as wanted. Our choice: it ends a leak before memory
+/// runs short.
 const FREE_SHARE: u64 = 8;
 
 fn ignore(cx: &mut Context<'_>, name: &str, report: StrayReport) {
@@ -528,5 +528,5 @@ fn measure(cx: &mut Context<'_>, name: &str) {
     });
 }
 
-/// A lease does not come down by less. Our choice, as for a change that a wait is logged for again.
+/// Smallest reduction of a lease. Our choice, equal to the change at which a wait is logged again.
 const NOTICED: Bytes = Bytes::from_mib(1);

@@ -1,9 +1,9 @@
-//! Orders to workers: start, change, come down, stop.
+//! Orders to workers: start, change, shrink, stop.
 //!
-//! A worker that is notified learns one thing only, that memory is short, and what it comes down to is known from its settings. So
-//! it is asked as a tenant is, by a target with a deadline, and credited as a tenant is, when it is measured; but it
-//! cannot answer, so that what is measured after its notification counts at once. One that does not come down is named,
-//! never notified again, and stopped unless it is at work.
+//! A notification tells a worker only that memory is short; the size to which it shrinks is known from its settings. As
+//! a tenant, it gets a target with a deadline and is credited when measured. Since it cannot answer, every measurement
+//! after the notification counts. A worker that does not shrink is logged, not notified again, and stopped unless it is
+//! busy.
 
 use super::context::Context;
 use crate::{
@@ -38,8 +38,7 @@ pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
     }
 }
 
-/// Starts a worker that has just ended in order to be started again, before its memory is granted to another
-/// holder.
+/// Restarts a worker right after its exit, before its memory is granted to another holder.
 pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
     if cx.draining || cx.start_least(name) > cx.ledger.free() {
         want(cx, name);
@@ -49,7 +48,7 @@ pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
     start(cx, name, id);
 }
 
-/// Starts a worker; the caller has made sure that the least it needs fits.
+/// Starts a worker; the caller has checked that its least need fits.
 pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
     let peak = cx.worker_peak(name, None);
     let spare = cx.ledger.free().min(peak);
@@ -76,7 +75,7 @@ pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
     });
 }
 
-/// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
+/// Grants the supervisor's lease for a worker. Returns `false` if it does not fit.
 pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) -> bool {
     let Some(worker) = cx.state.workers.get(name) else {
         return false;
@@ -102,7 +101,7 @@ pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) 
     booked
 }
 
-/// Lets a worker change; the caller has made sure that the larger size fits.
+/// Changes a worker to a larger variant; the caller has checked that it fits.
 pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>) {
     let changeable = cx
         .workers
@@ -117,7 +116,7 @@ pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: V
     cx.deny_all(tickets, &invalid(name, Problem::CannotChange));
 }
 
-/// Notifies a worker that memory is short. Returns whether it was notified.
+/// Notifies a worker of a shortage of memory. Returns whether it was notified.
 pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &ReclaimReason) -> bool {
     let worker = cx.workers.get(name);
     let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to))
@@ -160,7 +159,7 @@ pub(super) fn stop(cx: &mut Context<'_>, name: &str, reason: StopReason) {
     stop_for(cx, name, StopCause::of(&reason), reason);
 }
 
-/// Stops a worker for a reason that does not say what follows its exit.
+/// Stops a worker for `reason`, which does not determine what follows its exit; `cause` does.
 pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
     let worker = cx.state.workers.get_mut(name);
     let Some(run) = worker.and_then(Worker::run_mut) else {
@@ -177,12 +176,12 @@ pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reaso
     });
 }
 
-/// What names a worker cannot be done.
+/// Returns the denial of an operation on a worker.
 pub(super) fn invalid(name: &str, problem: Problem) -> Denial {
     Denial::invalid(name, "worker", &name, problem)
 }
 
-/// A measurement runs behind a worker that starts, changes or stops.
+/// Marks a worker's lease as moving while it starts, changes or stops, or has no measurement since.
 pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
     let worker = cx.workers.get(name);
     let Some((run, is_settled)) = worker.and_then(|it| Some((it.run()?, it.is_settled()))) else {
@@ -194,12 +193,12 @@ pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
     cx.ledger.set_moving(id, !(is_settled && is_measured));
 }
 
-/// Subject of what is decided once for each start that is out of reach.
+/// Key of a decision that is logged once for each start that is out of reach.
 pub(super) fn out_of_reach(name: &str) -> String {
     format!("worker `{name}` is out of reach")
 }
 
-/// Has a worker be measured in its smaller variant, which it was asked for at `since` and has confirmed.
+/// Verifies by measurement the smaller variant that a worker has confirmed; `since` is the time of the request.
 pub(super) fn verify_variant(
     cx: &mut Context<'_>,
     name: &str,
@@ -226,8 +225,7 @@ pub(super) fn verify_variant(
     }
 }
 
-/// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
-/// come down.
+/// Credits a notified worker if the measurement shows it as shrunk. Returns whether it was under a target.
 pub(super) fn settle_notified(
     cx: &mut Context<'_>,
     name: &str,
@@ -246,7 +244,7 @@ pub(super) fn settle_notified(
     true
 }
 
-/// The deadline has passed, and the worker has not come down.
+/// Handles a worker that has not shrunk by its deadline: logs it if busy, else stops it.
 pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &Revocation) {
     let Some(lease) = cx.leases.get(id) else {
         return;
@@ -276,7 +274,7 @@ pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &R
     }
 }
 
-/// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
+/// Books a worker's steady size again. The worker is not notified: it allocates when it needs the memory.
 pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done, GrowthWait> {
     let worker = cx.workers.get(name);
     let sized = worker.and_then(|worker| Some((worker.lease()?, worker.steady())));
