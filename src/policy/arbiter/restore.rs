@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   last run:  held, or under a target ──► held in full, for one more term
-//!              ended, not yet measured ──► fenced: residual use counts as unmanaged until the holder exits; bytes that a
-//!                                          holder unaware of the end may take, for one more term
+//!              ended, not yet measured ──► fenced: residual use counts as unmanaged until the holder exits; bytes
+//!                                          that a holder unaware of the end may take, for one more term
 //!              waiting in the queue ──► gone; the callers retry
 //!   worker:    alive ──► booked as before, starting until it answers
 //!              gone ──► as at any start

@@ -1,4 +1,4 @@
-//! Tests of plans: their order, their prices, and that nothing is lost on the way.
+//! Tests of plans: order, prices, and conservation of bytes.
 
 use proptest::prelude::*;
 
@@ -95,7 +95,7 @@ fn the_mode_says_what_goes_first() {
 
 #[test]
 fn balanced_gives_up_what_costs_the_user_less() {
-    // 64 MiB of layers and 16 MiB of context: reading a prompt again costs little while the model is small.
+    // 64 MiB of layers and 16 MiB of context: reading a prompt again costs little with a small model.
     let shape = shape(&[16 << 20; 4], 0, 64);
     let shape = ModelShape {
         kv: KvShape {
@@ -108,14 +108,14 @@ fn balanced_gives_up_what_costs_the_user_less() {
     let full = shape.plan_bytes(&shape.full_plan(&limits));
     let less = shape.plan(full - Bytes::from_mib(8), &limits).unwrap();
     assert_eq!((less.resident.len(), less.kv_capacity.get()), (4, 2048));
-    // Where prompts are slow, context is worth more than speed.
+    // With slow prompts, context is worth more than speed.
     let slow = limits.at_speed(Calibration {
         prefill_ns_per_mib: 50_000,
         ..Calibration::FIELD
     });
     let less = shape.plan(full - Bytes::from_mib(8), &slow).unwrap();
     assert_eq!((less.resident.len(), less.kv_capacity.get()), (3, 4096));
-    // And in between, both give.
+    // In between, both are reduced.
     let even = limits.at_speed(Calibration {
         prefill_ns_per_mib: 2600,
         ..Calibration::FIELD
@@ -138,7 +138,7 @@ fn a_floor_that_does_not_fit_is_an_error_with_its_arithmetic() {
     );
 }
 
-/// 40 parts of 100 MiB, 200 KiB of workspace for each token of a chunk; half of it streamed.
+/// Returns a model of 40 parts of 100 MiB, half of it streamed, with 200 KiB of workspace per token of a chunk.
 fn streaming(prefill_ns_per_mib: u64) -> (ModelShape, EnginePlan, PlanLimits) {
     let shape = ModelShape {
         workspace_bytes_per_token: Bytes::from_kib(200),
@@ -165,13 +165,13 @@ fn a_chunk_grows_as_long_as_reading_takes_longer_than_computing() {
             half.resident.len() - plan.resident.len(),
         ))
     };
-    // 2000 MiB take 976 ms to read; a token takes 2.4 ms on an accelerator: 414 of them.
+    // 2000 MiB take 976 ms to read; a token takes 2.4 ms on an accelerator: 414 tokens.
     assert_eq!(chunk(590, 1000), Some((512, 0)));
-    // Without room its 75 MiB take the place of a part.
+    // Without free memory, its 75 MiB displace a part.
     assert_eq!(chunk(590, 0), Some((512, 1)));
-    // 4.9 ms for a token: 200 of them.
+    // 4.9 ms per token: 200 tokens.
     assert_eq!(chunk(1200, 1000), Some((256, 0)));
-    // On a processor 128 take 5 s.
+    // On a CPU 128 tokens take 5 s.
     assert_eq!(chunk(10_000, 1000), None);
 }
 
@@ -260,7 +260,7 @@ proptest! {
             prop_assert!(shrunk.kv_capacity.get() >= used && shrunk.kv_capacity.get().is_multiple_of(block));
             prop_assert!(shrunk.resident.len() >= layers.len().min(resident_min as usize));
             prop_assert!((limits.kv_type_least..=grown.kv_type).contains(&shrunk.kv_type));
-            // No other number of layers with any blocks gives as much for less.
+            // No other number of layers and blocks frees as much at a lower price.
             let price = shrink.price_of(&shrunk);
             for (count, blocks) in (0..=4).flat_map(|count| (0..=8).map(move |blocks| (count, blocks))) {
                 let mut other = grown.clone();
@@ -311,9 +311,9 @@ proptest! {
         };
         prop_assert!(prompts(&plan) <= prompts(&from) - prompts(&from) / GAIN_LEAST);
         prop_assert_eq!(shape.rechunked(&plan, within, &limits), None, "once is enough");
-        // A shed gives it back as a whole, and layers go without it.
+        // The larger chunk can be given up as a whole without going below the floor.
         prop_assert!(shape.plan_bytes(&plan) - shape.chunk_bytes(limits.prefill_chunk, plan.prefill_chunk) >= shape.plan_bytes(&floor));
-        // More memory gives up nothing else for it, and all of it leaves no larger chunk.
+        // More memory reduces nothing else, and with all memory the plan is the full one, without a larger chunk.
         let kv = KvContents { touched: plan.kv_capacity, ..KvContents::default() };
         let grown = shape.grown(&plan, within + Bytes::new(room), &limits, &kv);
         prop_assert!(shape.plan_bytes(&grown) <= within + Bytes::new(room));

@@ -125,7 +125,7 @@ fn samples_near_a_watermark_follow_the_slope_once_it_is_known() {
     let mut pressure = Pressure::new(params());
     let mut now = 0;
     let mut samples = 0;
-    // 30 MiB above the watermark, with the noise of a machine at rest.
+    // 30 MiB above the watermark, with the noise of an idle machine.
     while now < 10_000 {
         observe(&mut pressure, now, 160 + u64::from(now % 3 == 0));
         now += u64::try_from(pressure.interval().as_millis()).unwrap();
@@ -133,7 +133,7 @@ fn samples_near_a_watermark_follow_the_slope_once_it_is_known() {
     }
     assert!((100..320).contains(&samples), "{samples} in 10 s");
     assert_eq!(pressure.interval(), CALM_INTERVAL);
-    // What shrinks, and Critical, are looked at as fast as ever.
+    // Shrinking headroom and Critical are sampled at the shortest interval.
     observe(&mut pressure, now, 140);
     assert_eq!(pressure.interval(), Duration::from_millis(10));
     observe(&mut pressure, now + 10, 60);
@@ -166,7 +166,7 @@ fn available_leaves_out_what_the_gpu_can_never_have() {
     assert_eq!(sample.available(), mib(850));
 }
 
-/// A sample with the counters `(refaults, stalls)`.
+/// Observes a sample with the counters `(refaults, stalls)`.
 fn signs(
     pressure: &mut Pressure,
     millis: u64,

@@ -7,7 +7,7 @@ use crate::{
     speed::Calibration,
 };
 
-/// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
+/// Returns a model of 40 layers of 20 MiB, with 100 KiB of workspace per token of a chunk.
 fn large() -> ModelShape {
     ModelShape {
         layers: sample_shape(40, mib(20)).layers,
@@ -16,7 +16,7 @@ fn large() -> ModelShape {
     }
 }
 
-/// Reading as in the field, and so many nanoseconds to compute a token of a prompt on a MiB.
+/// Returns a calibration with a typical read speed, and this time to compute a prompt's token on a MiB.
 fn measured(prefill_ns_per_mib: u64) -> Event {
     Event::EngineCalibrated(Calibration {
         compute_ns_per_mib: 18_700,
@@ -30,7 +30,7 @@ fn measured(prefill_ns_per_mib: u64) -> Event {
 const ACCELERATOR: u64 = 590;
 const PROCESSOR: u64 = 20_000;
 
-/// With a model of which a part is streamed, loaded before anything was measured.
+/// Returns a rig with a partly streamed model, loaded before any measurement.
 fn streaming() -> (Rig, EnginePlan) {
     let mut rig = Rig::new(with_engine(params()));
     rig.sample(0);
@@ -62,7 +62,7 @@ fn a_chunk_becomes_larger_once_it_was_measured_that_reading_takes_longer() {
     assert_eq!(plan.kv_capacity, before.kv_capacity);
     let bytes = rig.engine_applies_plan(revision, plan.clone());
     assert!(bytes <= held + mib(20) && rig.held("llm") == bytes);
-    // Another speed changes nothing more, and neither does time.
+    // Neither another speed nor time changes anything more.
     for prefill in [ACCELERATOR, PROCESSOR, ACCELERATOR + 50, 400] {
         rig.tell(measured(prefill));
         for _ in 0..30 {
@@ -97,7 +97,7 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
     assert_eq!(plan, floor);
     rig.engine_applies_plan(revision, plan);
     assert_eq!(rig.held("llm"), floor_bytes);
-    // And it comes back after the dwell and not before; what takes no time to grow is not backed off for.
+    // It regrows after the dwell and not before; growth that takes no time causes no back-off.
     let used = floor_bytes.whole_mib();
     let grown = (0..60).find_map(|tenths| {
         rig.wait(100).sample(used);
@@ -119,10 +119,10 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     let camera = rig.granted();
     rig.tell(Event::EngineInspected { shape: large() });
     let small = rig.wait(1).engine_applies();
-    // The camera has not filled its lease.
+    // The camera uses only part of its lease.
     rig.wait(10).sample(1300 + small.whole_mib());
     rig.tell(measured(ACCELERATOR));
-    // Less is streamed, and read in the time of some 170 tokens.
+    // Less is streamed, read in the time of about 170 tokens.
     assert_eq!(rig.plan_asked().unwrap().1.prefill_chunk.get(), 256);
     rig.engine_applies();
     rig.releases(&camera, peer(1000));
@@ -137,7 +137,7 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
             }
         }
         let plan = rig.snapshot().engine.in_force.unwrap();
-        // It grows at any time, and with the chunk under way to no more than the full plan.
+        // It grows at any time, and during the running chunk at most to the full plan.
         let chunk = if busy { 256 } else { 128 };
         assert_eq!((plan.resident.len(), plan.prefill_chunk.get()), (40, chunk));
         let full = rig.snapshot().engine.full.unwrap();
@@ -146,7 +146,7 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     assert_eq!(rig.snapshot().engine.in_force, rig.snapshot().engine.full);
 }
 
-/// The report of an engine that keeps the chunk under way.
+/// Reports a plan in which the engine keeps the running chunk.
 fn keeps_chunk(rig: &mut Rig, chunk: Tokens) -> Bytes {
     let (revision, asked) = rig.plan_asked().unwrap();
     assert!(asked.prefill_chunk < chunk, "{asked:?}");
@@ -164,7 +164,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     rig.engine_applies();
     let larger = rig.snapshot().engine.in_force.unwrap();
     rig.tell(activity(1, KvUse::default()));
-    // Computing has become so slow that a larger chunk is worth nothing: it is given up first.
+    // Computing is now so slow that a larger chunk is worth nothing: it is given up first.
     rig.tell(measured(PROCESSOR));
     let held = rig.held("llm");
     rig.wait(10).sample(held.whole_mib());
@@ -175,7 +175,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
         (asked.prefill_chunk.get(), &asked.resident),
         (128, &larger.resident)
     );
-    // The prompt's chunk goes on: what is missing comes from layers, at once, and the chunk is not asked for again.
+    // The running chunk continues: the missing memory comes from layers at once, and the chunk is not requested again.
     let kept = keeps_chunk(&mut rig, larger.prefill_chunk);
     assert_eq!((kept, rig.held("llm")), (held, held), "nothing is back");
     let (revision, layers) = rig.plan_asked().unwrap();
@@ -188,7 +188,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
         rig.wait(100).sample(used);
         assert_eq!(rig.plan_asked(), None, "nothing is needed");
     }
-    // The chunk ends, and what it gave up is decided.
+    // The chunk ends, and the bytes it frees are logged.
     let smaller = EnginePlan {
         prefill_chunk: Tokens::new(128),
         ..layers
@@ -227,7 +227,7 @@ fn a_chunk_under_way_is_asked_for_again_after_a_while_or_when_the_answer_has_end
         rig.operator_shed(all);
         keeps_chunk(&mut rig, chunk);
         assert_eq!(rig.plan_asked(), None);
-        // Nothing else is left to give.
+        // Nothing else can be given up.
         let shed = |rig: &mut Rig| {
             rig.operator_shed(all);
             rig.plan_asked().map(|(_, plan)| plan)

@@ -46,7 +46,7 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { .. });
     assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
     rig.measure("llm", used.whole_mib());
-    // The neighbour goes away.
+    // The neighbour ends.
     for _ in 0..40 {
         rig.wait(100).sample(used.whole_mib());
     }
@@ -61,7 +61,7 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
 fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
     let mut rig = Rig::with_engine_ready(params());
     rig.measure("llm", 132);
-    // The neighbour comes up slowly, and stays between the watermarks: 35 to 45 MiB are left.
+    // The neighbour grows slowly, and stays between the watermarks: 35 to 45 MiB are left.
     for used in [300, 320, 335, 345, 348, 350, 352, 354, 355, 355, 355, 355] {
         rig.wait(1000).sample(used);
         rig.measure("llm", 132);
@@ -69,13 +69,14 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
     let kept = rig.snapshot().engine.asked.unwrap();
     assert_eq!(kept.resident.len(), 8, "no token becomes slower");
-    // It goes on, and Critical is ahead.
+    // It continues to grow towards Critical.
     rig.samples(385);
     let asked = rig.snapshot().engine.asked.unwrap();
     assert!(asked.resident.len() < 8, "{asked:?}");
 }
 
-/// Of 48 MiB of layers the staging ring takes back 44: all of them give 4 MiB, and each token reads all of them.
+/// Of 48 MiB of layers the staging ring takes 44: giving up all of them frees 4 MiB, and each token then reads them
+/// all.
 #[test]
 fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
     let mut rig = Rig::new(with_engine(params()));
@@ -89,7 +90,7 @@ fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
     let full = rig.engine_applies();
     let mut reserved = mib(28);
     rig.tell(untouched(reserved));
-    // Elevated without a slope: KV that no token has touched is given up, of which the kernel shows nothing.
+    // Elevated without a slope: untouched KV is given up, which the kernel does not show.
     for _ in 0..6 {
         rig.wait(1000).sample(323);
         if let Some((revision, in_force)) = rig.plan_asked() {
@@ -108,7 +109,7 @@ fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
         }
     }
     assert!(reserved < mib(8), "{reserved}");
-    // A neighbour takes 8 MiB/s, and Critical is ahead, and there.
+    // A neighbour takes 8 MiB/s, up to and beyond Critical.
     let mut resident = Vec::new();
     for used in [331, 339, 347, 355, 363, 371, 379, 385, 385, 393, 393] {
         rig.wait(1000).sample(used);
@@ -149,7 +150,7 @@ fn a_capacity_in_use_is_kept_and_not_reclaimed_at_once() {
     ));
     rig.samples(399);
     let (_, plan) = rig.plan_asked().unwrap();
-    // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
+    // 71 MiB are needed: 7 layers less the ring are 66, plus 5 of the 8.5 MiB that the sequence does not use.
     assert_eq!(
         (plan.resident.len(), plan.kv_capacity),
         (1, Tokens::new(3456))
@@ -288,7 +289,7 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
     );
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
     assert!(decided!(rig, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
-    // Loading it again at once would hang as well.
+    // A load right away would block as well.
     rig.wait(600).sample(20);
     assert_eq!(rig.plan_asked(), None);
     rig.tell(Event::EngineInspected { shape: shape() });
@@ -377,7 +378,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
         Bytes::ZERO,
         "nothing is kept for it"
     );
-    // A file that fits is loaded when an operator has it read again.
+    // A file that fits is loaded when an operator requests an inspection.
     rig.load();
     assert!(rig.actions.contains(&Action::InspectModel));
     rig.tell(Event::EngineInspected { shape: shape() });

@@ -29,7 +29,7 @@ fn grant(rig: &mut Rig, tenant: &str, class: Class, size: u64) -> LeaseView {
     rig.granted()
 }
 
-/// An LLM that idles at 12 947 of 15 656, and voice workers that need 2271 and 1092 more while they load.
+/// An idle LLM at 12 947 of 15 656, and voice workers that need 2271 and 1092 more while they load.
 #[test]
 fn orin_nx_v071_is_refused() {
     let mut params = board(0);
@@ -50,7 +50,7 @@ fn orin_nx_v071_is_refused() {
             ..
         }) if (*asked, *free, *reclaimable) == (mib(3363), mib(2709), Bytes::ZERO)
     ));
-    // Knobs give 1.5 GB: it starts, and 846 MiB are left, which is below the lower watermark.
+    // Tuning saves 1.5 GB: the worker starts, and 846 MiB are left, below the lower watermark.
     rig.resize(&llm, 1, 12_947 - 1500, 0);
     rig.wait(10).measure("trt", 12_947 - 1500);
     assert!(rig.starts("voice"));
@@ -73,7 +73,7 @@ fn orin_nx_v080_fits() {
             .map(|line| line.split('\t').nth(2).unwrap().parse().unwrap())
             .collect()
     };
-    // The first run ends without its LLM, for which 5760 are projected: the whole use with it, baseline included.
+    // The first run ends without its LLM, projected at 5760: the whole use with it, baseline included.
     for (name, more, left) in [("0013", 11_453 - 6785, 4203), ("0014", 0, 4594)] {
         let stages = run(name);
         let mut rig = Rig::new(board(stages[0]));
@@ -108,7 +108,7 @@ fn orin_nx_v080_fits() {
     }
 }
 
-/// The LLM is stopped, and TTS must not grow into the space that it needs to come back.
+/// The LLM is stopped, and TTS must not grow into the memory reserved for its return.
 #[test]
 fn zoe_outage_keeps_the_space_to_return() {
     let mut rig = Rig::with_engine_ready(params());
@@ -121,8 +121,8 @@ fn zoe_outage_keeps_the_space_to_return() {
     assert!(rig.plan_asked().is_some(), "the engine comes back");
 }
 
-/// The voice has grown over the whole board while it was not measured: what it had grown to is not what its start
-/// needs, so that it is restarted at its own size, and the LLM is whole beside it.
+/// The voice has grown over the whole board while unmeasured: its grown size is not the need of a start, so it is
+/// restarted at its own size, with the whole LLM beside it.
 #[test]
 fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut params = with_engine(params());
@@ -209,13 +209,13 @@ fn grown_to_nothing_that_fits() -> Params {
     params
 }
 
-/// A worker needs 396 of 400 MiB, and the LLM keeps 28 whatever happens: it waits, that is decided, and no other holder
-/// is kept small or waiting for it.
+/// A worker needs 396 of 400 MiB, and the LLM always keeps 28: the worker waits, the wait is logged, and no other
+/// holder is shrunk or delayed for it.
 #[test]
 fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     let mut rig = Rig::with_engine_ready(grown_to_nothing_that_fits());
     let full = rig.held("llm");
-    // The LLM is small when the wait begins.
+    // The LLM has been shed when the wait begins.
     rig.request("asr", Class::AudioRealtime, 300, 300, 1000);
     rig.engine_applies();
     let asr = rig.granted();
@@ -243,14 +243,14 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     rig.wait(2100).sample(100);
     assert!(!rig.decisions().any(out_of_reach), "decided once");
     assert_eq!(rig.engine_applies(), full, "the LLM is whole again");
-    // As urgent, and behind it: served all the same.
+    // The same class, and later in the queue: served all the same.
     rig.request("build", Class::Batch, 50, 50, 1000);
     assert_eq!(rig.granted().memory.held, mib(50));
-    // Nothing is kept for it.
+    // Nothing is reserved for it.
     assert_eq!(rig.snapshot().memory.returning, Bytes::ZERO);
 }
 
-/// What is too much beside another worker comes within reach when that one goes: the wait was not in vain.
+/// A start too large beside another worker becomes possible when that one ends.
 #[test]
 fn what_comes_within_reach_is_started() {
     let mut params = grown_to_nothing_that_fits();
@@ -268,7 +268,7 @@ fn what_comes_within_reach_is_started() {
     assert_eq!(rig.worker("indexer").waits, None);
 }
 
-/// A neighbour without a lease takes 1.5 GB for a while: unaccounted, and the engine gives way before it dies.
+/// A neighbour without a lease takes 1.5 GB for a while: it is unaccounted, and the engine sheds before it dies.
 #[test]
 fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
     let mut rig = Rig::with_engine_ready(params());
@@ -280,13 +280,13 @@ fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
             .any(|action| matches!(action, Action::ApplyPlan { .. }))
     );
     assert_eq!(rig.snapshot().memory.unmanaged, mib(250));
-    // The same with a lease is denied for a class that cannot take from the engine.
+    // The same use as a lease is denied to a class that cannot reclaim from the engine.
     let mut rig = Rig::with_engine_ready(params());
     rig.request("build", Class::Batch, 300, 300, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
 }
 
-/// A process grows from 5 to 13.4 GB by the high water of its allocator: named long before it is at the end.
+/// A process grows from 5 to 13.4 GB by the high water of its allocator: logged long before memory runs out.
 #[test]
 fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
     let mut rig = Rig::new(board(1224));
@@ -319,7 +319,8 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
     assert_eq!(named, [5200], "once, and early");
 }
 
-/// Two alternating callers that do not fit together: the second waits its turn and is served, nothing swaps per request.
+/// Two alternating callers that do not fit together: the second waits its turn and is served, without a swap per
+/// request.
 #[test]
 fn ab_thrash_is_served_in_turn() {
     let mut rig = Rig::with_engine_ready(params());
@@ -353,7 +354,7 @@ fn ab_thrash_is_served_in_turn() {
     assert_eq!(rig.engine_applies(), full);
 }
 
-/// Peak over steady of 2.9: the peak is what has to fit, and it is given back when it is over.
+/// Peak of 2.9 times the steady size: the peak must fit, and the excess is returned afterwards.
 #[test]
 fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
     let mut params = board(1224);
@@ -371,14 +372,14 @@ fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
     assert_eq!(rig.held("asr"), mib(1100));
 }
 
-/// A worker that was seen to need 6.3 GB at its start is not started below 1.1 times that, whatever its file says.
+/// A worker with a measured start of 6.3 GB is not started below 1.1 times that, whatever its configured peak.
 #[test]
 fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
     let mut params = board(1224);
     params.workers = vec![of_class(Class::LlmElastic, worker("brain", 5400))];
     params.peaks = learned("brain", 6300);
     let mut rig = Rig::new(params);
-    // The neighbour leaves 6929 of the budget, one too little, and then a little more.
+    // The neighbour leaves 6929 of the budget, one too little, then one more.
     for (neighbour, state) in [(14_432 - 6929, AwaitingMemory), (14_432 - 6930, Starting)] {
         rig.machine(BOARD, 1224 + neighbour);
         rig.wait(10);
@@ -392,7 +393,7 @@ fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
     );
 }
 
-/// 122 GB of which 97 are free, and a loader is gone at 113 of 2034 weights without a word of the kernel: no shortage.
+/// 122 GB with 97 free, and a loader dies at weight 113 of 2034 without a kernel message: not a shortage.
 #[test]
 fn thor_silent_is_no_shortage() {
     let total = 122 * 1024;
@@ -426,8 +427,8 @@ fn thor_silent_is_no_shortage() {
     );
 }
 
-/// A 9B model that needs 7220 in full on a tablet that has 2820 for it: never more resident than fits, never less than
-/// full streaming, and after a warning nothing grows back before the dwell.
+/// A 9B model that needs 7220 in full, on a tablet with 2820 for it: never more resident than fits, never less than
+/// full streaming, and after a warning no regrowth before the dwell.
 #[test]
 fn ipad_cliff_is_not_walked_over() {
     let model = ModelShape {
@@ -467,7 +468,7 @@ fn ipad_cliff_is_not_walked_over() {
     );
     let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
     assert!(plan.resident.len() > model.floor_plan(&limits).resident.len());
-    // The warning: 5.3 GB become 1.6, and everything optional goes at once.
+    // The warning: 5.3 GB become 1.6, and all optional memory is shed at once.
     rig.wait(10);
     sample(&mut rig, 0);
     if rig.plan_asked().is_none() {
@@ -501,7 +502,8 @@ fn ipad_cliff_is_not_walked_over() {
     );
 }
 
-/// One slot, and A B A A C A B C: the slot goes by arrival, so that C is served within its wait however often A asks.
+/// One slot, and requests A B A A C A B C: served in order of arrival, so C is served within its wait however often A
+/// requests.
 #[test]
 fn ab_thrash_serves_c_within_its_wait() {
     let mut rig = Rig::sampled(params());
@@ -533,7 +535,7 @@ fn ab_thrash_serves_c_within_its_wait() {
     while served.len() < 8 {
         let (tenant, _) = served.last().unwrap().clone();
         let lease = rig.lease(&tenant).unwrap();
-        // A asks again and again while others wait.
+        // A repeats its request while others wait.
         let again = format!("a{}", rig.now);
         rig.wait(1000)
             .request(&again, Class::Interactive, 300, 300, 500);
@@ -548,7 +550,7 @@ fn ab_thrash_serves_c_within_its_wait() {
     );
 }
 
-/// The same holder renews and resizes its own 6 of 12 GiB while 6 are free: what it holds is not counted against it.
+/// A holder renews and resizes its own 6 of 12 GiB while 6 are free: its lease does not count against it.
 #[test]
 fn a_holder_is_not_in_its_own_way() {
     let mut params = Params::for_budget(Bytes::from_gib(12), Bytes::ZERO, Scope::Session);
@@ -575,7 +577,7 @@ fn a_holder_is_not_in_its_own_way() {
     assert_eq!(rig.granted().memory.held, Bytes::from_gib(12));
 }
 
-/// A lease that an operator releases ends for its holder too.
+/// A lease released by an operator ends for its holder too.
 #[test]
 fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
     let mut rig = Rig::sampled(params());
@@ -598,7 +600,7 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
     );
 }
 
-/// Absurd sizes and a clock that goes back are answered, and leave the book as it was.
+/// Absurd sizes and a clock that goes back are answered, and leave the ledger unchanged.
 #[test]
 fn absurd_requests_leave_the_book_untouched() {
     let mut rig = Rig::new(params());
@@ -671,7 +673,7 @@ fn absurd_requests_leave_the_book_untouched() {
 }
 
 proptest! {
-    /// A and B come and go by turns: what grew back is not shed again within the dwell of the shed before.
+    /// A and B alternate: regrown memory is not shed again within the dwell of the last shed.
     #[test]
     fn ab_thrash_swaps_once_in_a_dwell_at_most(steps in prop::collection::vec((10u64..900, 50u64..350, any::<bool>()), 10..80)) {
         let mut rig = Rig::with_engine_ready(params());

@@ -1,4 +1,4 @@
-//! Tests of growth: what comes back, when, and into which headroom.
+//! Tests of growth: order, timing and headroom.
 
 use super::{
     kv::{untouched, with_slow_prompts},
@@ -16,7 +16,7 @@ fn growth_does_not_take_what_the_neighbour_uses() {
     rig.samples(390);
     let used = rig.engine_applies().whole_mib();
     for _ in 0..60 {
-        // 65 MiB are left: a layer would take 10 of them, and 60 have to stay.
+        // 65 MiB are left: a layer would take 10 of them, and 60 must stay.
         rig.wait(100).sample(used + 265);
         assert_eq!(rig.plan_asked(), None);
         rig.measure("llm", used);
@@ -31,7 +31,7 @@ fn growth_does_not_take_what_the_engine_has_leased_and_not_used_yet() {
         let mut rig = Rig::with_engine_ready(params());
         rig.operator_shed(mib(60));
         let held = rig.engine_applies().whole_mib();
-        // Room for 40 MiB above the watermark and the hysteresis; growth waits for the dwell.
+        // 40 MiB above the watermark and the hysteresis; growth waits for the dwell.
         rig.wait(10).measure("llm", held - unused);
         for _ in 0..40 {
             rig.wait(100).sample(300);
@@ -46,7 +46,8 @@ fn growth_does_not_take_what_the_engine_has_leased_and_not_used_yet() {
     let less = grown_by(15);
     assert!(less > 0 && less + 10 <= all, "{less} of {all}");
 
-    // The first answer uses it after the last sample, and is measured before the next: the sample does not show it.
+    // The first answer uses the memory after the last sample and is measured before the next: the sample does not show
+    // it.
     let mut rig = Rig::with_engine_ready(params());
     rig.operator_shed(mib(60));
     let held = rig.engine_applies().whole_mib();
@@ -77,7 +78,7 @@ fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
         "{:#?}",
         rig.actions
     );
-    // Where nothing stands against it, growth needs no wish.
+    // Without an obstacle, growth needs no command.
     rig.wait(1000).sample(90);
     rig.engine_applies();
     assert_eq!(rig.held("llm"), mib(132));
@@ -115,7 +116,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     rig.pass(250);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), small);
-    // Where that fails as well, it is asked for again, after a longer time.
+    // If that fails as well, it is sent again after a longer time.
     rig.engine_refuses(revision);
     rig.pass(250);
     assert_eq!((rig.plan_asked(), rig.held("llm")), (None, asked));
@@ -130,7 +131,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
 #[test]
 fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
     let mut settings = params();
-    // A quarter of the budget, the default of small budgets: more than what is missing of the engine.
+    // A quarter of the budget, the default of small budgets: more than the engine lacks.
     settings.shed.minimum_reclaim = mib(100);
     let mut rig = Rig::with_engine_ready(settings);
     rig.samples(132 + 150);
@@ -153,13 +154,13 @@ fn two_steps_of_growth_never_rest_on_one_sample() {
     let used = rig.engine_applies().whole_mib();
     rig.measure("llm", used);
     rig.pass(2500);
-    // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis. The engine has grown in the instant of the sample.
+    // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis. The engine has grown at the time of the sample.
     rig.sample(315);
     rig.engine_applies();
     let grown = rig.snapshot().engine.in_force;
     rig.pass(900);
     assert_eq!(rig.plan_asked(), None);
-    // 30 MiB in the second step: the neighbour has gone meanwhile.
+    // 30 MiB in the second step: the neighbour has ended in the meantime.
     rig.sample(310);
     assert!(rig.plan_asked().is_some() && rig.snapshot().engine.in_force == grown);
 }
@@ -244,7 +245,7 @@ fn a_level_that_only_dwells_does_so_for_one_dwell_and_a_regrow_ends_it() {
         let used = rig.engine_applies().whole_mib();
         assert_eq!(level(&rig), PressureLevel::Critical);
         if round == 2 {
-            // It is refused while the headroom has not recovered, and the remedy is no other class.
+            // Denied until the headroom has recovered, and the remedy names no other class.
             rig.regrow();
             let denial = rig.denial();
             let by_level = |denial| {
@@ -272,7 +273,7 @@ fn a_level_that_only_dwells_does_so_for_one_dwell_and_a_regrow_ends_it() {
             ));
             return assert_eq!(backed_off, 2);
         }
-        // However often growth backs off, and although nothing grows yet.
+        // Independent of the number of back-offs, and before any growth.
         rig.wait(100).sample(used);
         for _ in 0..20 {
             assert_eq!(level(&rig), PressureLevel::Critical);
@@ -286,8 +287,8 @@ fn a_level_that_only_dwells_does_so_for_one_dwell_and_a_regrow_ends_it() {
     }
 }
 
-/// Each end of what the configuration accepts for growth and shedding, with a shed and a growth: an accepted setting cannot
-/// end the supervisor.
+/// Both ends of each accepted range of growth and shedding, with a shed and a growth: no accepted setting can end the
+/// supervisor.
 #[test]
 fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
     let hour = Duration::from_secs(3600);
@@ -396,7 +397,7 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
         "what the operator wanted back stays back"
     );
     rig.engine_applies_plan(revision, plan.clone());
-    // Nothing uses the capacity until the request begins, and it stays for it.
+    // The capacity is unused until the request begins, and stays reserved for it.
     rig.tell(untouched(mib(16)));
     rig.operator_shed(mib(8));
     let (_, less) = rig.plan_asked().unwrap();
@@ -442,7 +443,7 @@ fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
     assert_eq!((has, needs), (mib(61), mib(70)), "{wait:?}");
 }
 
-/// The engine of the rig was loaded within 5 ms: a dwell of 60 s would have it stream for a minute.
+/// The engine of the rig was loaded within 5 ms: with a dwell of 60 s it would stream for a minute.
 #[test]
 fn the_dwell_is_as_long_as_growth_is_worth_where_the_settings_leave_it_open() {
     for (by_growth, grows_within_ms) in [(true, 1000..=1500), (false, 60_000..=61_000)] {

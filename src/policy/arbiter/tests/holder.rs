@@ -12,7 +12,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// A batch lease of the process 10.
+/// Requests a batch lease for process 10.
 fn ask(rig: &mut Rig, tenant: &str, sizes: (u64, u64)) -> LeaseView {
     ask_as(rig, tenant, sizes, (1000, 10))
 }
@@ -24,12 +24,13 @@ fn ask_as(rig: &mut Rig, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)
     rig.granted()
 }
 
-/// Or what it uses would be taken off a sample twice, and as much of an unmanaged process's memory would look free.
+/// Otherwise its use would be subtracted from a sample twice, and as much memory of an unmanaged process would look
+/// free.
 #[test]
 fn what_a_process_with_two_names_uses_counts_once() {
     let mut rig = Rig::sampled(params());
     let one = ask(&mut rig, "a", (100, 100));
-    // Whichever user it acts for, it is the same memory.
+    // The same memory, whatever its uid.
     let other = ask_as(&mut rig, "b", (100, 100), (0, 10));
     assert_eq!((one.holder(), other.holder()), ("a", "a"));
     rig.wait(10).measure("a", 100);
@@ -45,7 +46,7 @@ fn what_a_process_with_two_names_uses_counts_once() {
         "{:#?}",
         rig.actions
     );
-    // It fills both, which is its right: nothing is beyond the budget.
+    // It fills both leases: nothing exceeds the budget.
     rig.wait(10).measure("a", 200);
     rig.samples(300);
     assert_eq!(
@@ -55,7 +56,7 @@ fn what_a_process_with_two_names_uses_counts_once() {
         ),
         (mib(100), mib(100))
     );
-    // Another process is another holder by either name, and the first one's is not given out again.
+    // Another process is a separate holder under either name, and the first holder's key is not reused.
     assert_eq!(
         ask_as(&mut rig, "a", (10, 10), (1000, 11)).holder(),
         "a (pid 11)"
@@ -64,7 +65,7 @@ fn what_a_process_with_two_names_uses_counts_once() {
     assert_eq!(ask(&mut rig, "b", (10, 10)).holder(), "a");
 }
 
-/// Or a process that keeps to its word would be ended for what it may use by its other name.
+/// Otherwise a compliant process would lose its lease for the use allowed by its other one.
 #[test]
 fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     let mut rig = Rig::sampled(params());
@@ -80,7 +81,7 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     rig.wait(5).measure("a", 300);
     assert_eq!(rig.granted().memory.held, mib(100));
     assert_eq!((rig.held("a"), rig.held("b")), (mib(100), mib(200)));
-    // The end of one is measured against what is left of the other.
+    // The end of one lease is measured against the remaining ones.
     rig.release(
         &other,
         Peer {
@@ -91,7 +92,7 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     rig.wait(5).measure("a", 150);
     let left = rig.lease("b").map(|lease| lease.memory.held);
     assert_eq!((left, rig.snapshot().memory.unaccounted), (None, mib(50)));
-    // It goes with its process.
+    // The residual use ends with its process.
     rig.tell(Event::HolderLost {
         lease: one.id,
         pid: Some(10),
@@ -102,7 +103,7 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     );
 }
 
-/// Or it would take the whole budget out of use with one page of each name.
+/// Otherwise one page under each name would make the whole budget unavailable.
 #[test]
 fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     let mut rig = Rig::sampled(params());
@@ -143,7 +144,7 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
         "{measured:?}"
     );
     assert!(!measured.is_empty());
-    // It is back when it is measured to be.
+    // The memory is credited once measured.
     rig.measure("t0", 0);
     assert_eq!(
         (
@@ -154,7 +155,7 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     );
 }
 
-/// Or it would be granted to a process that may be gone by then.
+/// Otherwise the lease would be granted to a process that may have exited.
 #[test]
 fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
     let mut rig = Rig::sampled(params());
@@ -183,14 +184,14 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
         rig.tell(Event::LeaseRequestCancelled { ticket });
     }
     assert_eq!(rig.snapshot().waiting, 0);
-    // Then it is the request of any process, and the lease that of the process that asks.
+    // Without a waiting request, any process may use the id, and the lease belongs to that process.
     ask(&mut rig, 11);
     rig.release(&all, peer(1000));
     rig.wait(5).measure("all", 0);
     assert_eq!(rig.granted().owner.owner_pid, Some(11));
 }
 
-/// The holders that the last denial names.
+/// Returns the holders named in the last denial.
 fn holders(rig: &Rig) -> Vec<(LeaseId, Bytes)> {
     let Denial::InsufficientMemory {
         holders: Holders { shares, .. },
@@ -213,29 +214,29 @@ fn who_has_it_all_is_named_whatever_it_calls_itself() {
     let request = of_process("vision", Class::Batch, (100, 100), 1000, 11);
     rig.tell(Event::LeaseRequested { ticket, request });
     assert_eq!(holders(&rig), [(all.id, mib(380))]);
-    // What it has itself is part of what it asks for.
+    // Its present lease is part of the requested size.
     rig.resize(&all, 400, 400, 0);
     assert_eq!(rig.granted().memory.held, mib(400));
     rig.resize(&all, 401, 401, 0);
     assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
 }
 
-/// So that its end costs one pass over the leases, and not one for each of them.
+/// So its end costs one pass over the leases instead of one for each.
 #[test]
 fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     let mut params = params();
-    // The most that may be configured.
+    // Upper end of the accepted range.
     params.lease.leases_per_uid = 1000;
     params.lease.queue_max = 1000;
     let took = [250, 1000].map(|count| end_of_a_holder(params.clone(), count));
-    // Linear: four times the leases take about four times as long, where each for itself would take sixteen times.
+    // Linear: four times the leases take about four times as long; one pass for each would take sixteen times.
     assert!(
         took[1] < took[0] * 10 + Duration::from_millis(100),
         "{took:?}"
     );
 }
 
-/// How long the end of a holder of so many leases takes.
+/// Returns the time to end a holder with `count` leases.
 #[expect(
     clippy::disallowed_methods,
     clippy::disallowed_types,

@@ -1,4 +1,4 @@
-//! Tests of what the engine gives up, and at which cost.
+//! Tests of the engine's reductions and their prices.
 
 use super::*;
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
     speed::Timing,
 };
 
-/// The candidates of the last call, with what was taken.
+/// Returns the candidates of the last call, with the bytes taken from each.
 fn weighed(rig: &Rig) -> Vec<(Source, Option<Bytes>)> {
     let weighing = rig.actions.iter().find_map(|action| match action {
         Action::Weighed { weighing } => Some(weighing.clone()),
@@ -23,12 +23,12 @@ fn weighed(rig: &Rig) -> Vec<(Source, Option<Bytes>)> {
         .collect()
 }
 
-/// An engine whose prompts are slow, so that context is worth more than layers.
+/// Returns a rig with slow prompts, so that context is worth more than layers.
 pub(super) fn with_slow_prompts(params: Params) -> Rig {
     with_prompts_of(params, 5000)
 }
 
-/// An engine that takes so long over each token of a prompt.
+/// Returns a rig whose engine takes `token_us` per token of a prompt.
 fn with_prompts_of(params: Params, token_us: u64) -> Rig {
     let mut rig = Rig::with_engine_ready(params);
     for _ in 0..20 {
@@ -128,13 +128,13 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
         )
     };
     let oldest = Source::OldestKv;
-    // Not allowed, it is no candidate, and what is used stays.
+    // Not allowed: not a candidate, and used KV stays.
     let mut rig = Rig::with_engine_ready(params());
     rig.tell(running(0, 0));
     rig.operator_shed(mib(30));
     assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
     assert!(rig.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
-    // Allowed, and in a mode that holds on to speed: layers are spared for it.
+    // Allowed, in a mode that prefers speed: the oldest tokens go before layers.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
     let mut rig = Rig::with_engine_ready_in(settings);
@@ -149,7 +149,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
         "{plan:?}"
     );
     rig.engine_applies_plan(revision, plan);
-    // What it has lost is decided once.
+    // A loss is logged once.
     rig.tell(running(1900, 1152));
     assert!(decided!(
         rig,
@@ -157,7 +157,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     ));
     rig.tell(running(1900, 1152));
     assert!(!decided!(rig, Engine(EngineDecision::ContextLost { .. })));
-    // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
+    // Tokens that the engine kept in spite of a plan are not requested again, even if the request allows their loss.
     rig.operator_shed(mib(10));
     let (revision, plan) = rig.plan_asked().unwrap();
     let kept = EnginePlan {
@@ -168,7 +168,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     rig.operator_shed(mib(10));
     assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
     assert_eq!(rig.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
-    // In a mode that holds on to context, layers go first.
+    // In a mode that prefers context, layers go first.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
     let mut rig = Rig::with_engine_ready_in(settings);
@@ -187,7 +187,7 @@ fn kv_that_was_never_touched_counts_as_used() {
             ..KvUse::default()
         },
     ));
-    // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
+    // 80 of 400 MiB look free, but the engine may touch 30 of them with the next token.
     rig.samples(320);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
     assert_eq!(rig.plan_asked(), None, "it may have all that it wanted");
@@ -209,7 +209,7 @@ fn kv_that_was_never_touched_counts_as_used() {
     assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
 }
 
-/// Or a release would be reported that neither the page pool nor the system has.
+/// Otherwise a release would be logged that reached neither the page pool nor the system.
 #[test]
 fn kv_that_was_never_touched_is_no_release() {
     let mut rig = Rig::with_engine_ready(params());
@@ -249,8 +249,8 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
         answer_tokens: Tokens::new(50),
         answer_us: 50 * 2000,
     });
-    // 32 MiB of KV are 17 as q8 and 9 as q4. Where context is dear, what it loses as q8 costs less than layers, and as q4
-    // more than one or two of them; where it is cheap, its unused end costs least of all.
+    // 32 MiB of KV become 17 as q8 and 9 as q4. If context is expensive, the loss of q8 costs less than layers, and
+    // that of q4 more than one or two of them; if it is cheap, the unused end of the KV costs least.
     for (least, is_slow, need, expected) in [
         (KvType::F16, true, 14, (6, 4096, KvType::F16)),
         (KvType::Q8, true, 14, (8, 4096, KvType::Q8)),
@@ -281,7 +281,7 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
             rig.held("llm") == used && before - used >= mib(need),
             "{used}"
         );
-        // What was given up comes back, the type last or together with the rest.
+        // All of it regrows, the type last or together with the rest.
         rig.measure("llm", used.whole_mib());
         for _ in 0..40 {
             rig.wait(100).sample(used.whole_mib());
@@ -320,7 +320,7 @@ fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it(
     assert_eq!(rig.plan_asked(), None, "it stays so");
     rig.keep_kv_as(KvType::Q8);
     assert_eq!(rig.done(), Done::KvIs(KvType::Q8));
-    // Up again only where there is room: 52 + 8 MiB are to stay free.
+    // A larger type again only if it fits: 52 + 8 MiB must stay free.
     rig.wait(100).sample(330);
     rig.keep_kv_as(KvType::F16);
     let more = Some(mib(15));
@@ -476,7 +476,7 @@ fn what_is_shed_next_is_what_is_shed_then() {
         (mib(52), mib(268), mib(20))
     );
     assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next:?}");
-    // The headroom comes down to just below the watermark, for longer than the grace.
+    // The headroom falls just below the watermark, for longer than the grace.
     rig.samples(349);
     let at_once = rig.plan_asked();
     rig.wait(2500);
@@ -485,7 +485,7 @@ fn what_is_shed_next_is_what_is_shed_then() {
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
 }
 
-/// An answer of up to `most` tokens that has used `used`.
+/// Returns the activity of an answer of up to `most` tokens that has used `used`.
 fn answering(used: u32, most: u32) -> Event {
     let [used, most] = [used, most].map(Tokens::new);
     activity(
@@ -534,7 +534,8 @@ fn a_shed_leaves_a_running_answer_room_for_its_next_sentences() {
     );
 }
 
-/// An engine that has just lost KV capacity while it answers, at Critical: its plan, and what it holds.
+/// Returns a rig whose engine has just lost KV capacity during an answer, at Critical; its plan, and the bytes it
+/// holds.
 fn shed_while_answering() -> (Rig, EnginePlan, Bytes) {
     let mut rig = Rig::with_engine_ready(params());
     rig.tell(answering(1000, 4000));
@@ -616,7 +617,7 @@ fn a_layer_that_a_running_answer_takes_serves_it_for_more_than_one_block() {
     let (mut rig, before, _) = shed_while_answering();
     rig.answer_wants_capacity(before.kv_capacity.get() + 64, 4000);
     let (_, plan) = rig.plan_asked().unwrap();
-    // A layer of 10 MiB is 640 tokens, less the ring where it is the first one.
+    // A layer of 10 MiB is worth 640 tokens, less the ring for the first one.
     assert_eq!(plan.resident.len() + 1, before.resident.len(), "{plan:?}");
     assert!(
         plan.kv_capacity.get() >= before.kv_capacity.get() + 512,

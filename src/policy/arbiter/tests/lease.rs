@@ -5,7 +5,7 @@ use crate::{
     pressure::{PressureLevel, sample_with},
 };
 
-/// A session of 8 GiB as the scenarios of others have it.
+/// Settings of a session of 8 GiB with small watermarks.
 fn large() -> Params {
     let mut params = Params::for_budget(Bytes::from_gib(8), Bytes::ZERO, Scope::Session);
     params.pressure.elevated_below = mib(2);
@@ -36,13 +36,13 @@ fn renew_does_not_resurrect() {
     assert_eq!(rig.granted().tenant, "b");
 }
 
-/// A renewal does not go through the whole book while nothing is due; what is decided is the same, then and later.
+/// A renewal skips the full pass while nothing is due; decisions are the same then and later.
 #[test]
 fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
     let mut rig = Rig::with_engine_ready(params());
     rig.request("a", Class::Interactive, 60, 60, 0);
     let a = rig.granted();
-    // Under pressure, with something in the queue and targets in force.
+    // Under pressure, with a waiting request and targets in force.
     rig.request("b", Class::AudioRealtime, 240, 240, 9000);
     rig.samples(330);
     let mut thorough = rig.arbiter.clone();
@@ -163,14 +163,14 @@ fn nothing_is_shed_in_vain() {
 
 fn with_indexer(size: u64) -> Params {
     let mut params = params();
-    // A request that waits rises by a class every 3 s, and has its turn for 1 s.
+    // A waiting request rises by a class every 3 s, and has its turn for 1 s.
     params.lease.wait_max = ms(6000);
     params.workers = vec![of_class(Class::Batch, by_hand("indexer", size))];
     params
 }
 
-/// Interactive requests come all the time, each before the last one has ended: without an end to its patience the worker
-/// would never have its memory.
+/// Interactive requests keep arriving, each before the last one has ended: without a bound on its wait the worker would
+/// never be served.
 #[test]
 fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
     let mut rig = Rig::sampled(with_indexer(300));
@@ -189,7 +189,7 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
             waiting += 1;
             actions.extend(rig.actions.clone());
         }
-        // Each holds for 300 ms, one after the other.
+        // Each lease lasts for 300 ms, one after the other.
         if round % 3 == 0 && !holders.is_empty() {
             let lease = holders.remove(0);
             rig.lost(&lease);
@@ -220,11 +220,12 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
     panic!("it was never started");
 }
 
-/// It waits for what no holder gives: during its turn no request overtakes it, and afterwards the others go on.
+/// The worker waits for memory that cannot be reclaimed: during its turn no request overtakes it, then the queue
+/// continues.
 #[test]
 fn a_turn_that_brings_nothing_is_over_after_a_while() {
     let mut rig = Rig::sampled(with_indexer(300));
-    // More than its least, which no request as urgent or less takes back.
+    // The excess over its minimum is not reclaimed for requests of the same or a lower class.
     rig.request("user", Class::Interactive, 50, 200, 0);
     let lease = rig.granted();
     rig.wanted("indexer");
@@ -276,7 +277,7 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
     );
 }
 
-/// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
+/// A worker of a lower class than the LLM, which does not fit beside the grown LLM.
 #[test]
 fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
     let mut rig = Rig::with_engine_ready(with_indexer(100));
@@ -321,7 +322,7 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
         })
         .collect();
     assert_eq!(granted, ["voice", "first"]);
-    // 100 MiB are free, and the small one does not overtake.
+    // 100 MiB are free, but the small request does not overtake.
     rig.request("small", Class::Interactive, 50, 50, 5000);
     assert_eq!(rig.try_answer(), None);
     rig.request("urgent", Class::AudioRealtime, 50, 50, 0);
@@ -448,7 +449,7 @@ fn nothing_is_granted_on_a_sample_that_is_too_old() {
         "{:#?}",
         rig.actions
     );
-    // One that waits is served with the next sample.
+    // A waiting request is served with the next sample.
     rig.request("c", Class::AudioRealtime, 10, 10, 5000);
     assert_eq!(rig.try_answer(), None);
     rig.wait(10).sample(10);
@@ -505,7 +506,7 @@ fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
         })
         .collect();
     for (number, lease) in leases.iter().enumerate() {
-        // Asked again and again it is one call that waits.
+        // Repeated calls make one waiting request.
         for again in 0..3 {
             rig.resize(lease, 200, 200 + again, 5000);
         }

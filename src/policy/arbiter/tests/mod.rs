@@ -1,6 +1,6 @@
 //! Scenarios of the arbiter: events in, actions and snapshots out.
 
-/// Whether the last call decided something of this form: `decided!(rig, Engine(EngineDecision::Unconfirmed))`.
+/// Returns whether the last call made a decision of this form: `decided!(rig, Engine(EngineDecision::Unconfirmed))`.
 macro_rules! decided {
     ($rig:expr, $machine:ident($decision:pat) $(if $guard:expr)?) => {
         $rig
@@ -9,7 +9,7 @@ macro_rules! decided {
     };
 }
 
-/// Whether the last call wants something of this form done.
+/// Returns whether the last call requires an action of this form.
 macro_rules! acts {
     ($rig:expr, $($action:tt)+) => {
         $rig.actions.iter().any(|action| matches!(action, $($action)+))
@@ -85,7 +85,7 @@ pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
     }
 }
 
-/// A worker that only a request or an operator starts.
+/// Returns a worker that is started only by a request or an operator.
 pub(super) fn by_hand(name: &str, mib_held: u64) -> WorkerParams {
     let mut params = worker(name, mib_held);
     params.start.autostart = false;
@@ -103,7 +103,7 @@ pub(super) fn recycled_above(limit_mib: u64) -> RestParams {
     }
 }
 
-/// The engine has so many requests, and this in its KV cache.
+/// Returns the engine's activity with `requests` running and `kv` in its cache.
 pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
     Event::EngineActivity {
         requests,
@@ -118,7 +118,7 @@ pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
     }
 }
 
-/// An arbiter, a clock, and what it did last.
+/// An arbiter, a clock, and the actions of the last call.
 pub(super) struct Rig {
     pub(super) arbiter: Arbiter,
     pub(super) now: Timestamp,
@@ -127,7 +127,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// Samples are given where a scenario needs them, so that none is too old for that.
+    /// Returns a rig with a maximum age of samples of one hour, since scenarios give samples only where they need them.
     pub(super) fn new(mut params: Params) -> Self {
         params.pressure.sample_age_max = Duration::from_secs(3600);
         Self {
@@ -138,12 +138,12 @@ impl Rig {
         }
     }
 
-    /// With the engine ready in its full plan, and everything used that is held.
+    /// Returns a rig with the engine ready in its full plan, all of its lease in use.
     pub(super) fn with_engine_ready(params: Params) -> Self {
         Self::with_engine_ready_in(with_engine(params))
     }
 
-    /// The same, with settings for the engine.
+    /// As [`Self::with_engine_ready`], with settings that include the engine.
     pub(super) fn with_engine_ready_in(params: Params) -> Self {
         let mut rig = Self::new(params);
         rig.sample(0);
@@ -152,7 +152,7 @@ impl Rig {
         rig
     }
 
-    /// The same without an engine, and read once.
+    /// Returns a rig without an engine, after one sample.
     pub(super) fn sampled(params: Params) -> Self {
         let mut rig = Self::new(params);
         rig.sample(0);
@@ -176,7 +176,7 @@ impl Rig {
         self
     }
 
-    /// Lets time pass, with every deadline at its instant; keeps all actions.
+    /// Advances the clock, with a call at each deadline; keeps all actions.
     pub(super) fn pass(&mut self, millis: u64) -> &[Action] {
         let end = self.now + ms(millis);
         let mut all = Vec::new();
@@ -190,12 +190,12 @@ impl Rig {
         &self.actions
     }
 
-    /// A sample in which the session uses this many MiB.
+    /// Applies a sample in which the session uses `used_mib`.
     pub(super) fn sample(&mut self, used_mib: u64) -> &[Action] {
         self.tell(Event::Sampled(sample_with(mib(used_mib), self.now)))
     }
 
-    /// A sample of a whole machine of `total` MiB, with this much in use.
+    /// Applies a sample of a machine of `total` MiB with `used` in use.
     pub(super) fn machine(&mut self, total: u64, used: u64) -> &[Action] {
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
@@ -209,7 +209,7 @@ impl Rig {
         }))
     }
 
-    /// Two samples, 10 ms apart, so that what they show is believed.
+    /// Applies two samples, 10 ms apart, so that they confirm each other.
     pub(super) fn samples(&mut self, used_mib: u64) -> Vec<Action> {
         let mut actions = self.wait(10).sample(used_mib).to_vec();
         actions.extend_from_slice(self.wait(10).sample(used_mib));
@@ -225,7 +225,7 @@ impl Rig {
         })
     }
 
-    /// A measurement that was taken earlier.
+    /// Applies a measurement taken earlier.
     pub(super) fn measure_at(&mut self, tenant: &str, used_mib: u64, taken_at: Timestamp) {
         self.tell(Event::Measured {
             tenant: tenant.to_owned(),
@@ -244,7 +244,7 @@ impl Rig {
         Ticket(self.tickets)
     }
 
-    /// Sends what is answered by a ticket.
+    /// Sends an event that is answered by a ticket.
     fn call(&mut self, event: impl FnOnce(Ticket) -> Event) {
         let ticket = self.ticket();
         self.tell(event(ticket));
@@ -265,7 +265,7 @@ impl Rig {
         });
     }
 
-    /// The process of a holder has ended.
+    /// Reports the exit of a holder's process.
     pub(super) fn lost(&mut self, lease: &LeaseView) -> &[Action] {
         self.tell(Event::HolderLost {
             lease: lease.id,
@@ -308,7 +308,7 @@ impl Rig {
         }));
     }
 
-    /// The answer that is being written comes to the end of its room.
+    /// Requests capacity for a running answer that has reached the end of its KV.
     pub(super) fn answer_wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
         self.tell(Event::CapacityWanted(CapacityWanted {
@@ -338,7 +338,7 @@ impl Rig {
         self.tell(Event::WorkerReady { worker, pid });
     }
 
-    /// A worker answers, and is measured; keeps the actions of both.
+    /// Reports a worker as ready and measured; keeps the actions of both.
     pub(super) fn ready(&mut self, worker: &str, used_mib: u64) {
         self.wait(10).answers(worker, 7);
         let first = self.actions.clone();
@@ -361,7 +361,7 @@ impl Rig {
             .tell(Event::WorkerActivity { worker, requests });
     }
 
-    /// A request waits for a worker.
+    /// Reports a request that waits for a worker.
     pub(super) fn wanted(&mut self, worker: &str) {
         let worker = worker.to_owned();
         self.tell(Event::WorkerWanted {
@@ -382,7 +382,7 @@ impl Rig {
         &self.actions
     }
 
-    /// The lease granted by the last call.
+    /// Returns the lease granted by the last call.
     pub(super) fn granted(&self) -> LeaseView {
         match self.answer() {
             Answer::Lease { lease } => lease,
@@ -425,7 +425,7 @@ impl Rig {
         })
     }
 
-    /// The engine does what it was asked for by the last call; returns the bytes of its plan.
+    /// Applies the plan of the last call; returns its bytes.
     pub(super) fn engine_applies(&mut self) -> Bytes {
         let (revision, plan) = self
             .plan_asked()
@@ -441,7 +441,7 @@ impl Rig {
         used
     }
 
-    /// The engine reports what it has freed and uses, all of it touched.
+    /// Reports a plan in force, with the bytes freed and in use, all touched.
     pub(super) fn engine_applied(
         &mut self,
         revision: u64,
@@ -484,7 +484,7 @@ impl Rig {
             .unwrap()
     }
 
-    /// The decisions of the last call.
+    /// Returns the decisions of the last call.
     pub(super) fn decisions(&self) -> impl Iterator<Item = &Decision> {
         self.actions.iter().filter_map(|action| match action {
             Action::Decided { decision } => Some(decision),
@@ -500,7 +500,7 @@ impl Rig {
         self.stop_reason(name).is_some()
     }
 
-    /// Why the last call stopped a worker.
+    /// Returns why the last call stopped a worker.
     pub(super) fn stop_reason(&self, name: &str) -> Option<StopReason> {
         self.actions.iter().find_map(|action| match action {
             Action::StopWorker { worker, reason } if worker == name => Some(reason.clone()),
@@ -536,7 +536,7 @@ pub(super) fn request(
     }
 }
 
-/// A request by a process that the kernel names, which does not wait.
+/// Returns a request of a known process that does not wait.
 pub(super) fn of_process(
     tenant: &str,
     class: Class,

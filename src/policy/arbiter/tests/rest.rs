@@ -27,7 +27,7 @@ fn state(rig: &Rig, name: &str) -> (WorkerState, Option<Rest>) {
     (view.state, view.rest)
 }
 
-/// A rig with one worker that is ready.
+/// Returns a rig with one ready worker.
 fn with_ready(worker: WorkerParams, used_mib: u64) -> Rig {
     let name = worker.name.clone();
     let mut rig = Rig::with_workers(vec![worker]);
@@ -48,7 +48,7 @@ fn a_worker_without_work_is_stopped_and_the_next_request_wakes_it() {
     rig.pass(600_000);
     assert!(!rig.starts("tts"), "it sleeps until a request needs it");
 
-    // Its memory is kept for it against tenants that are as urgent: 400 of budget, 100 kept.
+    // Its memory stays reserved against tenants of the same class: 100 of a budget of 400.
     rig.request("other", Class::AudioRealtime, 301, 301, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(300)));
     rig.wait(1).wanted("tts");
@@ -198,7 +198,7 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
     rig.pass(5000);
     assert!(!rig.stops("detector"), "it ends its request first");
 
-    // A request waits for all that there is: the worker's own memory is not theirs.
+    // A request waits for all free memory; the worker's own memory stays reserved.
     rig.request("other", Class::AudioRealtime, 320, 320, 60_000);
     rig.busy("detector", 0);
     assert!(rig.stops("detector"));
@@ -207,7 +207,7 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
     assert_eq!(rig.held("detector"), mib(120));
     assert_eq!(rig.worker("detector").failures, 0, "that was no failure");
 
-    // Outgrown again at once: not again before it has run for a while.
+    // Outgrown again at once: not recycled before it has run for a while.
     rig.ready("detector", 151);
     for _ in 0..50 {
         rig.wait(1000).measure("detector", 151);
@@ -237,13 +237,13 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
         rig.wait(100).peak("detector", peak);
         rig.measure("detector", used);
     };
-    // What its start took is learned at once, however much it was.
+    // The use of its start is learned at once, at any size.
     uses(&mut rig, 100, 130);
     assert_eq!(learned(&rig), Some(mib(130)));
-    // What it gave back by itself was a need of its work.
+    // Memory that it freed by itself was a need of its work.
     uses(&mut rig, 105, 150);
     assert_eq!(learned(&rig), Some(mib(150)));
-    // What it keeps is what it ends for, and the next start is by what was known before.
+    // Memory that it keeps causes the recycle; the next start reserves the earlier peak.
     for _ in 0..4 {
         uses(&mut rig, 300, 310);
     }
@@ -253,7 +253,7 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
     rig.wait(10).exits("detector", true, "exit code 0");
     assert!(rig.starts("detector"), "{:#?}", rig.actions);
     assert_eq!(rig.held("detector"), mib(165), "1.1 times 150");
-    // Grown to the same at once, it is not ended for it again: it is as large as that.
+    // If it grows to the same size at once, it is not recycled again: that is its size.
     rig.ready("detector", 100);
     uses(&mut rig, 100, 110);
     for _ in 0..4 {
@@ -291,7 +291,7 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     };
     assert!(rig.actions.iter().any(by_shed), "before it had wound up");
     rig.wait(10).exits("detector", true, "SIGTERM");
-    // By the 340 MiB that it had grown to, it would not come back beside another holder.
+    // At its grown size of 340 MiB it would not fit beside another holder.
     assert!(rig.starts("detector"), "{:#?}", rig.actions);
     assert_eq!(state(&rig, "detector"), (Starting, None));
 }
@@ -324,7 +324,7 @@ fn no_worker_is_stopped_in_its_work_for_its_size_while_memory_is_free() {
     assert!(recycled, "it is recycled when it is idle");
 }
 
-/// A voice that takes 52 MiB at rest and 316 with a long sentence, set to need 180 and 260.
+/// A voice that uses 52 MiB at rest and 316 with a long sentence, configured with 180 and 260.
 #[test]
 fn a_lease_follows_a_worker_that_breathes_and_it_is_neither_recycled_nor_named() {
     let rest = RestParams {
@@ -469,7 +469,7 @@ fn workers_wait_for_those_they_come_after_and_for_none_that_has_given_up() {
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
     let mut rig = Rig::sampled(settings);
     assert!(rig.starts("c") && !rig.starts("a"));
-    // One that fails has been given up as far as order goes.
+    // A failed worker no longer holds up the order of starts.
     rig.wait(10).exits("c", false, "exit code 3");
     assert!(rig.starts("a") && !rig.starts("b"));
     rig.ready("a", 30);
@@ -487,7 +487,7 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
         200,
     );
     assert_eq!(rig.held("vision"), mib(250), "its peak until it has asked");
-    // 150 are free beside it, so 300 only fit as it takes over its own.
+    // 150 are free beside it: 300 fit only because the lease replaces its own reservation.
     rig.request("vision", Class::Interactive, 300, 300, 0);
     let lease = rig.granted();
     assert_eq!(lease.memory.held, mib(300));
@@ -498,7 +498,7 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
     );
     rig.wait(100).measure("vision", 280);
     assert_eq!(rig.snapshot().memory.unaccounted, Bytes::ZERO);
-    // Its name is not granted to another holder.
+    // Its name is reserved.
     rig.wait(10).exits("vision", false, "exit code 1");
     rig.wait(10).lost(&lease);
     rig.request("vision", Class::Interactive, 10, 10, 0);
@@ -508,8 +508,8 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
     );
 }
 
-/// Run 1 and 2 of a board with 15 656 MiB: TTS and ASR are started before the LLM, or after it. Either way every peak is
-/// on the book before it is touched, and all run at the end.
+/// Runs 1 and 2 of a board with 15 656 MiB: TTS and ASR are started before the LLM, or after it. In both, every peak is
+/// booked before it is touched, and all run in the end.
 #[test]
 fn orin_nx_v080_ends_well_in_either_order() {
     for speech_first in [true, false] {
@@ -578,7 +578,7 @@ fn orin_nx_v080_ends_well_in_either_order() {
     }
 }
 
-/// The LLM goes away and TTS has grown: LLM comes back first, and TTS, which is stopped meanwhile, after it.
+/// The LLM fails and TTS has grown: the LLM is started first, and TTS, stopped in the meantime, after it.
 #[test]
 fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     let mut settings = with_engine(params());
@@ -591,7 +591,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     rig.tell(Event::EngineInspected { shape: shape() });
     rig.engine_applies();
     rig.ready("tts", 150);
-    // It grows to 360 of 400 while the LLM is gone, and keeps that.
+    // TTS grows to 360 of 400 while the LLM is gone, and keeps it.
     rig.wait(10).engine_fails(None);
     rig.wait(10).measure("tts", 360);
     rig.samples(360);
@@ -622,8 +622,8 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     assert_eq!(rig.worker("tts").failures, 0);
 }
 
-/// A reload needs 6.3 GB and a neighbour has taken a part of it for a while: nothing is started into a hole that is too
-/// small, so that a loop of crashes has one failed start at the most.
+/// A reload needs 6.3 GB while a neighbour uses a part of it: nothing is started into too little memory, so a crash
+/// loop has at most one failed start.
 #[test]
 fn zoe_crashloop_has_one_failed_start_at_the_most() {
     let mut settings = Params::for_budget(mib(15_656), mib(1224), Scope::Machine);
@@ -640,7 +640,7 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
     assert!(rig.starts("llama-server"), "{:#?}", rig.actions);
     rig.ready("llama-server", 6300);
     machine(&mut rig, base + 6300);
-    // The neighbour comes, and the next allocation fails.
+    // The neighbour starts, and the next allocation fails.
     rig.wait(1000);
     machine(&mut rig, base + 6300 + 3800);
     rig.wait(10).exits(
@@ -718,7 +718,7 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_
     assert!(release.bytes >= mib(40), "{release:?}");
     let decided = Decision::from(MemoryDecision::Released(release));
     assert_eq!(rig.decisions().collect::<Vec<_>>(), [&decided]);
-    // Programs of the processor have next to nothing, and the pool has much.
+    // CPU programs have almost no free memory, and the pool holds 300 MiB.
     let actions = sample(&mut rig, 300, 30);
     assert!(
         actions.contains(&Action::EmptyPagePool { bytes: mib(300) }),
@@ -775,7 +775,7 @@ fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_ha
     );
 }
 
-/// A voice that keeps 250 MiB after a long sentence, and takes 50 when it is started.
+/// A voice that keeps 250 MiB after a long sentence, and uses 50 after a start.
 #[test]
 fn a_grown_worker_that_starts_quickly_is_renewed_for_a_request_that_waits() {
     let rest = RestParams {
@@ -808,7 +808,7 @@ fn a_grown_worker_that_starts_quickly_is_renewed_for_a_request_that_waits() {
     assert_eq!(rig.held("microphone"), mib(100));
 }
 
-/// The engine streams layers beside a voice that has kept 250 MiB; renewed, it takes 50.
+/// The engine streams layers beside a voice that has kept 250 MiB; restarted, it uses 50.
 #[test]
 fn a_grown_worker_is_renewed_for_an_engine_that_streams_once_it_rests_and_has_run_for_long() {
     let rest = RestParams {
@@ -843,7 +843,7 @@ fn a_grown_worker_is_renewed_for_an_engine_that_streams_once_it_rests_and_has_ru
     rig.operator_shed(mib(400));
     rig.engine_applies();
     grow(&mut rig);
-    // A second after its last sentence, and a quarter of one to be sure.
+    // One second after its last sentence, plus a quarter as margin.
     assert!(
         matches!(first_stop(&mut rig), Some(6..=8)),
         "{:#?}",
@@ -854,13 +854,12 @@ fn a_grown_worker_is_renewed_for_an_engine_that_streams_once_it_rests_and_has_ru
     assert_eq!(rig.worker("tts").failures, 0);
     rig.wait(900).ready("tts", 50);
     grow(&mut rig);
-    // Its start takes 0.9 s: it runs for 18 before the next one.
+    // Its start takes 0.9 s: it runs for 18 s before the next one.
     let next = first_stop(&mut rig);
     assert!(matches!(next, Some(80..=95)), "{next:?} {:#?}", rig.actions);
 }
 
-/// Of 400 MiB a voice keeps 120 at rest, and could do with 50: a request for 300 can be served once it is renewed, one for 360
-/// cannot.
+/// A voice keeps 120 of 400 MiB at rest, and needs 50: after its restart a request for 300 fits, one for 360 does not.
 #[test]
 fn a_grown_worker_is_renewed_for_a_request_that_only_its_renewal_brings_within_reach() {
     let rest = RestParams {

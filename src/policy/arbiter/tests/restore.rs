@@ -15,7 +15,7 @@ fn adopted(worker: &str) -> AdoptedWorker {
     }
 }
 
-/// The next run, which begins with what the last one has left.
+/// Returns the next run, started from the book of the last one.
 fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Rig {
     let mut rig = Rig::new(params);
     rig.tell(Event::Recovered { book, adopted });
@@ -45,7 +45,7 @@ fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
     rig.request("a", Class::Interactive, 300, 300, 0);
     let a = rig.granted();
     let mut rig = next_run(params(), rig.arbiter.book(), Vec::new());
-    // Before any sample, and before the holder has said a word.
+    // Before any sample or call of the holder.
     rig.request("b", Class::Interactive, 101, 101, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
     let ticket = rig.ticket();
@@ -59,14 +59,14 @@ fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
     };
     rig.wait(9000).tell(renewal(ticket));
     assert_eq!(rig.granted().memory.held, mib(300));
-    // Not renewed in its term it ends, and does not come back in the run after that.
+    // Not renewed within its term, it ends, and the run after that does not restore it.
     rig.wait(10_000).tell(Event::DeadlineReached);
     assert_eq!(rig.lease("a").unwrap().state, LeaseState::Gone);
     let mut rig = next_run(params(), rig.arbiter.book(), Vec::new());
     let ticket = rig.ticket();
     rig.tell(renewal(ticket));
     assert!(matches!(rig.denial(), Denial::UnknownLease { .. }));
-    // No number is given out twice.
+    // Ids and generations are not reused.
     rig.request("c", Class::Interactive, 1, 1, 0);
     let c = rig.granted();
     assert!(c.id > a.id && c.generation > a.generation);
@@ -113,13 +113,13 @@ fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
             .any(|worker| worker.run.ready)
     };
     assert!(ready(&before));
-    // Killed as soon as it has taken over, twice.
+    // The supervisor is killed right after taking over, twice.
     let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
     assert_eq!(second.worker("asr").state, WorkerState::Starting);
     assert!(ready(&second));
     let third = next_run(with_worker(), second.arbiter.book(), vec![adopted("asr")]);
     assert!(ready(&third));
-    // A process that was started since has not answered anybody.
+    // A newly started process has not answered yet.
     let gone = next_run(with_worker(), third.arbiter.book(), Vec::new());
     assert!(gone.starts("asr"));
     assert!(!ready(&gone));
@@ -147,7 +147,7 @@ fn what_an_operator_wanted_outlives_the_run() {
     let mut rig = runs(with_worker());
     rig.command("asr", WorkerCommand::Stop);
     assert!(rig.stops("asr"));
-    // Killed before it has ended: it is asked again.
+    // The supervisor is killed before the worker exits: the stop is repeated.
     let mut rig = next_run(with_worker(), rig.arbiter.book(), vec![adopted("asr")]);
     assert!(rig.stops("asr"));
     rig.exits("asr", true, "code 0");

@@ -1,4 +1,4 @@
-//! Tests of releases, targets, answers, silence and ends.
+//! Tests of releases, targets, answers, missing answers and ends.
 
 use super::*;
 use crate::{
@@ -100,7 +100,7 @@ fn claims(lease: LeaseId, nonce: u64, bytes: Bytes) -> Event {
     })
 }
 
-/// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
+/// Returns a batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
 fn revoked() -> (Rig, LeaseView, u64) {
     let mut rig = Rig::sampled(params());
     rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
@@ -155,7 +155,7 @@ fn low_use_before_the_answer_is_not_credited_since_it_may_rise_again() {
     assert_eq!(rig.granted().memory.held, mib(200));
 }
 
-/// Ends a lease whose holder has answered nothing: 200 ms after the deadline of 2 s.
+/// Ends a lease whose holder did not answer: 200 ms after the deadline of 2 s.
 fn unanswered() -> (Rig, LeaseView) {
     let (mut rig, lease, _) = revoked();
     rig.pass(2300);
@@ -167,7 +167,7 @@ fn unanswered() -> (Rig, LeaseView) {
 fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_no_other_gets_that()
 {
     let (mut rig, _, _) = revoked();
-    // Below its target after the deadline, and it has not heard of it.
+    // Below its target after the deadline, but the holder does not know of the end.
     rig.pass(2100);
     rig.measure("batch", 150);
     assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
@@ -175,7 +175,7 @@ fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_
     assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Gone);
     rig.wait(5).measure("batch", 150);
     assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
-    // It fills what it has, as it may: no more is in use than the book has.
+    // It fills its lease, as it may: no more is in use than the ledger holds.
     rig.wait(100).measure("batch", 300);
     assert_eq!(
         (
@@ -184,7 +184,7 @@ fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_
         ),
         (mib(300), mib(0))
     );
-    // Its term of 10 s is over: what it uses counts, and what it had does not.
+    // After its term of 10 s only its measured use counts.
     rig.pass(10_000);
     rig.wait(5).measure("batch", 300);
     assert_eq!(
@@ -256,7 +256,7 @@ fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
         rig.actions
     );
     rig.engine_applies();
-    // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
+    // The holder is silent, with 8 s left of its term: the missing memory is reclaimed from the engine.
     let actions = rig.pass(2300).to_vec();
     let engine = |action: &Action| matches!(action, Action::ApplyPlan { .. });
     assert!(actions.iter().any(engine), "{actions:#?}");
@@ -315,7 +315,7 @@ fn a_holder_that_claims_a_downsize_it_did_not_make_is_not_credited() {
     );
 }
 
-/// The deadline is 2 s after the target, and all is over 200 ms later.
+/// The deadline is 2 s after the target, and the lease ends 200 ms later.
 #[test]
 fn who_answers_at_the_last_moment_is_measured_once_more() {
     let ends = |rig: &Rig| {
@@ -349,13 +349,13 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
     );
 }
 
-/// Measuring may take longer than the grace, for a holder or for its neighbours.
+/// A measurement may take longer than the grace, for this holder or for others.
 #[test]
 fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(20).tell(applied(lease.id, nonce));
     let answered = rig.now;
-    // Taken before the answer, and reported after it.
+    // Taken before the answer, reported after it.
     rig.wait(5).measure_at("batch", 300, answered);
     rig.pass(2300);
     assert_eq!(rig.not_reduced(), None);
@@ -376,7 +376,7 @@ fn a_holder_that_answered_and_is_never_read_is_ended_as_unmeasurable() {
     rig.pass(1);
     assert_eq!(rig.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
 
-    // A reading that fails is known at once.
+    // A failed reading is evidence at once.
     let (mut rig, lease, nonce) = revoked();
     rig.wait(20).tell(applied(lease.id, nonce));
     rig.cannot_measure("batch");
@@ -468,7 +468,7 @@ impl Rig {
         target.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
     }
 
-    /// The target that was in force when the last call ignored an answer to another one.
+    /// Returns the target in force when the last call ignored an answer.
     fn ignored(&self) -> Option<Option<u64>> {
         self.decisions().find_map(|decision| match decision {
             Decision::Lease(LeaseDecision::AnswerIgnored { current, .. }) => Some(*current),
@@ -476,7 +476,7 @@ impl Rig {
         })
     }
 
-    /// Why the last call ended a lease whose holder has not come down.
+    /// Returns why the last call ended a lease whose holder had not reached its target.
     fn not_reduced(&self) -> Option<NotReduced> {
         self.actions.iter().find_map(|action| match action {
             Action::EndLease {
@@ -497,7 +497,7 @@ impl Rig {
     }
 }
 
-/// A holder of 100 MiB that uses them, and another whose 250 MiB stand in the way of more.
+/// Returns a holder of 100 MiB, all in use, and another whose 250 MiB leave no memory for growth.
 fn two_holders() -> (Rig, LeaseView, LeaseView) {
     let mut rig = Rig::sampled(params());
     rig.request("other", Class::Interactive, 250, 250, 0);
@@ -508,7 +508,7 @@ fn two_holders() -> (Rig, LeaseView, LeaseView) {
     (rig, a, other)
 }
 
-/// What waits of an earlier call would be granted beside the later one, and then be credited away.
+/// A waiting earlier call would be granted in addition to the later one, and then credited by mistake.
 #[test]
 fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
     let (mut rig, a, other) = two_holders();
@@ -575,7 +575,7 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
         claim: Claim::Resized,
     };
     assert_eq!(rig.not_reduced(), Some(measured));
-    // An honest one answers it as it was sent.
+    // A compliant holder answers the target as sent.
     let (mut rig, lease, same) = revoked();
     assert_eq!(nonce, same);
     rig.wait(5).resize(&lease, 50, 150, 0);
@@ -620,7 +620,7 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
         step(&mut rig, wish(1));
         rig.wait(10)
             .request("voice", Class::AudioRealtime, 200, 200, 60_000);
-        // Four times the 5 s of one wish, and a step.
+        // Four times the 5 s of one request, plus a step.
         let asked = (2..43).find(|at| {
             step(&mut rig, wish(*at));
             let target = rig.lease("batch").and_then(|lease| lease.target);
@@ -634,7 +634,8 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
     }
 }
 
-/// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
+/// The first sample that shows an ended lease as an unmanaged process counts: by the lower of two, its memory would be
+/// free.
 #[test]
 fn what_an_unmeasurable_holder_keeps_is_unaccounted_with_the_first_sample_after_its_end() {
     let mut rig = Rig::sampled(params());
@@ -739,7 +740,7 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
     );
 }
 
-/// Or a holder that always asks for more would never be asked for anything.
+/// Otherwise a holder that keeps requesting more would never get a target.
 #[test]
 fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
     for pressed in [true, false] {
@@ -766,7 +767,7 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
     }
 }
 
-/// What one process of a name leaves unused is no proof that another one has come down, nor the reverse.
+/// Unused memory of one process is no evidence that another process of the same name has shrunk, nor the reverse.
 #[test]
 fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
     for uid in [1000, 1001] {
@@ -793,16 +794,16 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         rig.request("voice", Class::AudioRealtime, 100, 100, 9000);
         let target = rig.target_of(&one);
         assert_eq!(target.bytes, mib(110));
-        // It says that it has come down, and has not.
+        // It claims to have shrunk, but has not.
         rig.wait(5).tell(applied(one.id, target.nonce));
         rig.wait(5).measure("vision", 210);
         assert_eq!((rig.try_answer(), rig.held("vision")), (None, mib(200)));
-        // The other one fills its lease, as it may; the first comes down, which is seen.
+        // The other process fills its lease, as it may; the first shrinks, which is measured.
         rig.wait(5).measure("vision (pid 11)", 180);
         rig.wait(5).measure("vision", 120);
         assert_eq!(rig.granted().memory.held, mib(100));
         assert_eq!(rig.snapshot().memory.unaccounted, mib(0));
-        // What is left of the first after its end is its own.
+        // The residual use of the first process counts only for itself.
         rig.lost(&other);
         assert_eq!(rig.lease("vision").unwrap().memory.used, Some(mib(120)));
     }

@@ -117,7 +117,7 @@ fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
     assert_eq!(rig.held("asr"), mib(150));
 }
 
-/// A time that was ahead may lie behind by a shorter setting; what is due then is done, and breaks no invariant.
+/// A shorter setting may move a future deadline into the past; it is served at once, and breaks no invariant.
 #[test]
 fn shorter_times_serve_what_has_become_due() {
     let mut slow = params();
@@ -144,7 +144,7 @@ fn shorter_times_serve_what_has_become_due() {
     }
 }
 
-/// Settings for a machine with so much, of which a control group is the cause.
+/// Returns the resize of a machine to `total` MiB by the limit of a control group.
 fn within(total: u64) -> Event {
     let machine = MachineMemory {
         total: mib(total),
@@ -172,7 +172,7 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
         rig.snapshot().pressure.machine.limited_by.as_deref(),
         Some("/box")
     );
-    // More is held than the budget has: nothing is free, and the less urgent give.
+    // More is held than the budget: nothing is free, and lower classes are reclaimed.
     assert_eq!(rig.snapshot().memory.free, Bytes::ZERO);
     let asked = |rig: &Rig| {
         rig.actions
@@ -185,7 +185,7 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
     assert!(
         matches!(rig.denial(), Denial::InsufficientMemory { budget: now, .. } if now == mib(budget))
     );
-    // What is asked once is not asked again before it had its time.
+    // A target is not repeated before its time.
     rig.wait(1).tell(Event::DeadlineReached);
     assert!(!asked(&rig), "{:#?}", rig.actions);
     rig.actions = orders;
@@ -216,7 +216,7 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
         "{:#?}",
         rig.snapshot().memory
     );
-    // It is raised again.
+    // The limit is raised again.
     rig.wait(10).tell(within(400));
     assert_eq!(rig.snapshot().memory.budget, mib(400));
 }
@@ -238,7 +238,7 @@ fn a_limit_below_the_floor_or_below_the_reserve_is_named_and_what_runs_stays() {
         rig.wait(300).tell(Event::DeadlineReached);
     }
     assert_eq!(rig.held("llm"), mib(28), "it keeps its floor");
-    // No settings follow from it: those in force stay.
+    // No valid settings result: those in force stay.
     let machine = MachineMemory::of(mib(1));
     let reason = "budget.reserve: leaves nothing".to_owned();
     rig.wait(10).tell(Event::Resized {

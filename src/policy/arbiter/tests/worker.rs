@@ -1,4 +1,4 @@
-//! Tests of the life of workers.
+//! Tests of the life cycle of workers.
 
 use super::*;
 use crate::{
@@ -64,7 +64,7 @@ fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     );
     assert_eq!(rig.held("tts"), Bytes::ZERO);
 
-    // Cured and started by hand, it is a worker like any other.
+    // Started by hand after its cause was removed, it is restarted like any other worker.
     rig.command("tts", WorkerCommand::Start);
     assert!(rig.starts("tts"));
     dies(&mut rig, "tts", DeathClass::SegmentationFault, false);
@@ -146,7 +146,7 @@ fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
     assert_eq!(rig.worker("tts").state, BackingOff);
 }
 
-/// A budget without room: the engine has 132 MiB, ASR 40 MiB, another tenant the rest.
+/// Returns a rig with nothing free: the engine has 132 MiB, ASR 40 MiB, another tenant the rest.
 fn no_room() -> Rig {
     let mut params = params();
     params.workers = vec![asr()];
@@ -241,7 +241,7 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
     assert!(rig.starts("indexer"));
 }
 
-/// A neighbour leaves no room for the voice: until it ends layers have what there is, and then they give it back.
+/// A neighbour leaves too little for the voice: until it ends, layers use what is free, then return it.
 #[test]
 fn the_room_of_a_stopped_worker_is_lent_to_layers_until_it_may_return() {
     let mut params = with_engine(params());
@@ -253,7 +253,7 @@ fn the_room_of_a_stopped_worker_is_lent_to_layers_until_it_may_return() {
     let least = rig.engine_applies().whole_mib();
     rig.wait(1100).sample(230 + least);
     let beside = rig.engine_applies();
-    // What has grown is shed again at once, and the voice goes as well.
+    // The regrown layers are shed again at once, and the voice is stopped as well.
     let mut stopped = false;
     for _ in 0..4 {
         rig.wait(300).samples(396);
@@ -338,7 +338,7 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
     panic!("the variant was not restored");
 }
 
-/// What it is measured to use when it confirms the change says nothing of what it has given.
+/// Its use when it confirms the change is no evidence of the bytes freed.
 #[test]
 fn a_smaller_variant_may_use_a_little_more_than_it_is_set_to() {
     let mut rig = Rig::with_workers(vec![asr()]);
@@ -363,14 +363,15 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     rig.wait(60_000).sample(282);
     rig.measure("indexer", 150);
     rig.measure("llm", 132);
-    // A neighbour: 24 of 26 MiB are left at Critical; 28 are missing and 128 wanted, of which the engine has 104.
+    // A neighbour starts: 24 of 26 MiB are left at Critical; 28 are missing and 128 wanted, of which the engine has
+    // 104.
     rig.samples(376);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(!rig.stops("indexer"), "{:#?}", rig.actions);
     let used = rig.engine_applies().whole_mib();
     assert_eq!(used, 28, "all that the engine has");
 
-    // It takes more: between the watermarks no worker is stopped, though the level stays for its dwell.
+    // The neighbour grows: between the watermarks no worker is stopped, though the level stays for its dwell.
     for left in [45, 38, 36] {
         rig.wait(400).samples(400 - left);
         assert!(
@@ -470,7 +471,7 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
         });
         stored.next_back()
     };
-    // Any other end says nothing of it.
+    // Other exits are no evidence of its need.
     rig.wait(10).tell(Event::WorkerDied {
         certificate: died(DeathClass::Abort),
     });
@@ -490,7 +491,7 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     assert!(decided!(rig, Worker(WorkerDecision::PeakRaised { .. })));
 }
 
-/// What is learned of a variant.
+/// Returns the learned peak of a variant.
 fn peak_of(rig: &Rig, variant: &str) -> Option<Bytes> {
     rig.snapshot()
         .peaks
@@ -498,8 +499,8 @@ fn peak_of(rig: &Rig, variant: &str) -> Option<Bytes> {
         .map(|peak| peak.bytes)
 }
 
-/// The kernel's high water of a life is read while the worker becomes smaller, then a little lower, then as before: it
-/// sums counters that it does not stop for that. None of it is the smaller variant's.
+/// The kernel's high water is read while the worker shrinks, then a little lower, then as before, since the kernel sums
+/// its counters without synchronisation. None of these readings belongs to the smaller variant.
 #[test]
 fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned() {
     let mut rig = Rig::with_workers(vec![asr()]);
@@ -524,7 +525,7 @@ fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned()
     rig.pass(1000);
     assert!(rig.starts("asr"), "{:#?}", rig.actions);
     assert_eq!(rig.held("asr"), configured);
-    // A change that is refused may have used more on its way.
+    // A refused change may have used more temporarily.
     rig.ready("asr", 40);
     rig.wait(10).peak("asr", 42);
     ask_variant(&mut rig, "open", 0);
@@ -535,12 +536,12 @@ fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned()
         rig.measure("asr", 40);
     }
     assert_eq!(peak_of(&rig, "grammar"), Some(mib(42)));
-    // What it comes to use itself is learned as ever.
+    // Its own later peaks are learned as usual.
     rig.wait(10).peak("asr", 130);
     assert_eq!(peak_of(&rig, "grammar"), Some(mib(130)));
 }
 
-/// What was first read while a worker changes, or behind that, may be from before the change.
+/// A first reading during or after a change may date from before it.
 #[test]
 fn a_high_water_that_was_not_read_before_a_change_is_learned_of_no_size() {
     let mut rig = Rig::with_workers(vec![asr()]);
@@ -566,7 +567,7 @@ fn a_high_water_that_was_not_read_before_a_change_is_learned_of_no_size() {
     );
 }
 
-/// A wait is explained again when its figures have moved, and when it is another wait, whatever its figures are.
+/// A wait is explained again when its figures have changed, and when another wait begins, at any figures.
 #[test]
 fn a_wait_is_explained_once_for_figures_that_waver() {
     let mut rig = Rig::sampled(params());
@@ -590,7 +591,7 @@ fn a_wait_is_explained_once_for_figures_that_waver() {
     assert!(explains(&rig), "{:#?}", rig.actions);
 }
 
-/// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
+/// A measured peak above the configured one applies to its variant only; the other keeps its configured peak.
 #[test]
 fn each_variant_has_a_peak_of_its_own() {
     let mut rig = Rig::with_workers(vec![asr()]);
@@ -606,7 +607,7 @@ fn each_variant_has_a_peak_of_its_own() {
     peak(&mut rig, 180, 100);
     ask_variant(&mut rig, "grammar", 0);
     resized(&mut rig, "grammar", 40, None);
-    // The kernel's memory is of the larger size, and says nothing of the smaller one.
+    // The kernel's high water belongs to the larger variant, and is no evidence for the smaller one.
     peak(&mut rig, 180, 40);
     ask_variant(&mut rig, "open", 0);
     assert_eq!(rig.held("asr"), mib(198), "1.1 times 180");
@@ -637,7 +638,7 @@ fn a_worker_whose_requests_take_much_is_started_with_what_its_starts_take() {
         rig.wanted("tts");
         assert_eq!(rig.starts("tts"), starts, "{start:?}: {:#?}", rig.actions);
         if starts {
-            // All that is free of its peak, and no less than 1.1 times what a start took.
+            // The free part of its peak, and at least 1.1 times the use of a start.
             assert_eq!(rig.held("tts"), mib(220));
         }
     }
@@ -691,9 +692,9 @@ fn a_busy_worker_is_stopped_at_the_last_resort_only_where_the_idle_ones_do_not_s
     for (idle, stopped) in [(150, "asr"), (20, "tts")] {
         let mut rig = Rig::with_workers(vec![worker("asr", idle), worker("tts", 60)]);
         rig.wait(900).ready("asr", idle);
-        // It takes all of its memory again when it is started: a stop of it is of little use.
+        // It allocates all of its memory again when started: a stop frees little.
         rig.wait(10).peak("asr", idle);
-        // A stop of this one frees most of what it has grown to.
+        // A stop of this worker frees most of its growth.
         rig.wait(900).ready("tts", 50);
         rig.wait(10).peak("tts", 52);
         rig.wait(10_000).busy("tts", 1);
