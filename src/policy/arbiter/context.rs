@@ -267,7 +267,7 @@ impl Context<'_> {
     }
 }
 
-/// Returns when a denied request may be retried with a chance of success.
+/// Returns the wait after which a denied request may succeed.
 fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
     match denial {
         Denial::InsufficientMemory {

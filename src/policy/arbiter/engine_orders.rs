@@ -105,7 +105,7 @@ pub(super) fn settle(cx: &mut Context<'_>) {
         .set_moving(id, !cx.state.engine.plans.pending.is_empty());
 }
 
-/// Returns the limit of a shed.
+/// Returns what limited a shed: the floor, a running answer, or a missing confirmation.
 fn shed_limit(state: &State, held: Bytes) -> ShedLimit {
     let limits = state.engine.limits();
     let floor = state.engine.floor_bytes().unwrap_or_default();

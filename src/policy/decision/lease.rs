@@ -163,10 +163,10 @@ pub enum LeaseDecision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseEnd {
-    /// It was not renewed within its term.
+    /// Not renewed within its term.
     #[error("expired: not renewed within its {} s term", term.as_secs_f64())]
     Expired { term: Duration },
-    /// Another process of its user, or an operator, released it.
+    /// Released by another process of its user, or by an operator.
     #[error("was released by uid {uid}, not by its holder")]
     ReleasedByOther { uid: u32 },
     /// Its holder did not reach its target in time.
@@ -207,7 +207,7 @@ pub enum Claim {
     /// The memory has been freed.
     #[error("it answered `applied`")]
     Applied,
-    /// It needs more time.
+    /// It requested more time.
     #[error("it asked for more time")]
     Deferred,
     /// It lowered its lease itself.

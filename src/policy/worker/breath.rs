@@ -130,7 +130,7 @@ mod tests {
             assert!(!breath.leaks(), "{peak}");
         }
         assert_eq!(breath.need(), mib(316));
-        // A need that does not come back is forgotten.
+        // A need that does not recur is forgotten.
         for _ in 0..8 {
             work(&mut breath, 295, 290);
         }

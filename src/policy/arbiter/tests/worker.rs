@@ -399,7 +399,7 @@ fn who_is_stopped_is_chosen_for_what_is_missing_now() {
     rig.wait(60_000).sample(210);
     rig.measure("indexer", 60);
     rig.measure("voice", 150);
-    // 24 MiB are left of 26 at Critical: 28 are missing and 128 wanted, which only the voice has, or both.
+    // 24 of 26 MiB are left at Critical: 28 are missing and 128 wanted, which only the voice has, or both.
     rig.samples(376);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(rig.stops("indexer"), "{:#?}", rig.actions);
