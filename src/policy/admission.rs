@@ -1,14 +1,14 @@
 //! Admission queue with ageing and per-user shares.
 //!
-//! The order is by class, then by arrival. It is strict: a request that does not fit holds back those behind it, so that
-//! none is overtaken for ever. It lasts no longer than the first one's deadline. Worker starts wait in the same queue
-//! without a deadline, and what they hold back is the space that they need. A request that can never be satisfied
+//! Requests are ordered by class, then by arrival. The order is strict: a request that does not fit blocks those behind
+//! it, so that none is overtaken indefinitely, but no longer than until its deadline. Worker starts wait in the same
+//! queue without a deadline and block only the space that they need. A request that can never be satisfied
 //! ([`reach`](super::reach)), or is not admitted under pressure, does not block the queue.
 //!
-//! So that none starves behind a stream of more urgent requests, what waits rises by a class for each half of the longest
-//! wait of a request, up to [`Class::Interactive`] and never beside realtime audio. There it has its turn: what comes free
-//! is kept for it, and a worker's start or growth takes from the engine what that has beyond its floor. A turn is over
-//! after a sixth of the longest wait, and then it ages from the start, so that none starves behind it either.
+//! To prevent starvation by more urgent requests, a waiting request rises by one class per half of `wait_max`, up to
+//! [`Class::Interactive`] but never to realtime audio. At that rank it has its turn: freed memory is reserved for it,
+//! and a worker's start or growth reclaims engine memory above the floor. A turn lasts a sixth of `wait_max`; then
+//! ageing restarts, so that the request starves none behind it either.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -22,49 +22,49 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// What waits for memory, in the order in which it is served.
+/// Requests waiting for memory, in the order of service.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Admission {
     #[serde(with = "crate::pairs")]
     waiting: BTreeMap<Place, Want>,
-    /// The last number of an arrival.
+    /// Number of the last arrival.
     arrivals: u64,
 }
 
 /// A place in the queue: class, then arrival.
 pub(super) type Place = (Class, u64);
 
-/// Something that waits for memory.
+/// A request that waits for memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Want {
     pub(super) tenant: String,
     pub(super) class: Class,
-    /// The lease that it will be, or is.
+    /// The lease to be granted or grown.
     pub(super) lease: LeaseId,
     pub(super) tickets: Vec<Ticket>,
     pub(super) since: Timestamp,
-    /// Since when it ages; since the end of its last turn, if it had one.
+    /// Start of ageing: the arrival, or the end of its last turn.
     ages_from: Timestamp,
-    /// `None` for what we want ourselves.
+    /// `None` for requests of the supervisor itself.
     pub(super) deadline: Option<Timestamp>,
     pub(super) kind: WantKind,
 }
 
-/// What is waited for.
+/// The kind of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum WantKind {
     /// A new lease.
     Lease(LeaseRequest),
-    /// A lease of this user that is to become larger.
+    /// Growth of a lease of this user.
     Grow { min: Bytes, max: Bytes, uid: u32 },
-    /// A worker that is to be started.
+    /// Start of a worker.
     WorkerStart,
-    /// A worker that is to become larger.
+    /// Switch of a worker to a larger variant.
     WorkerVariant { variant: String },
 }
 
 impl Want {
-    /// Something that the supervisor wants for itself.
+    /// Creates a request of the supervisor itself.
     pub(super) fn ours(
         tenant: &str,
         class: Class,
@@ -84,14 +84,14 @@ impl Want {
         }
     }
 
-    /// Something that `ticket` waits for until `wait` is over.
+    /// Adds a `ticket` and a deadline of `wait` from its arrival.
     pub(super) fn asked(mut self, ticket: Ticket, wait: Duration) -> Self {
         self.tickets.push(ticket);
         self.deadline = Some(self.since + wait);
         self
     }
 
-    /// The user whose tenant waits.
+    /// Returns the user of the waiting tenant.
     fn user(&self) -> Option<u32> {
         match &self.kind {
             WantKind::Lease(request) => Some(request.peer.uid),
@@ -100,7 +100,7 @@ impl Want {
         }
     }
 
-    /// As what it waits at `now`, and when that changes; `age` is the time for each class. `None` when its turn is over.
+    /// Returns its rank at `now` and the time of the next change, with `age` per class; `None` when its turn is over.
     fn rank(&self, now: Timestamp, age: Duration) -> Option<(Class, Timestamp)> {
         if self.class <= Class::Interactive {
             return Some((self.class, Timestamp::NEVER));
@@ -123,7 +123,7 @@ impl Want {
 }
 
 impl Admission {
-    /// The bound that one more request would break.
+    /// Returns the quota that one more request would exceed.
     pub(super) fn full_for(&self, want: &Want, limits: &LeaseParams) -> Option<(Quota, u32)> {
         let asked = self
             .values()
@@ -134,7 +134,7 @@ impl Admission {
             return Some((Quota::Queue, limit));
         }
         let uid = want.user()?;
-        // One user does not fill it.
+        // One user may occupy half of the queue.
         let share = limit.div_ceil(2);
         let theirs = self
             .values()
@@ -143,7 +143,7 @@ impl Admission {
         reached(theirs, share).then_some((Quota::QueueOf { uid }, share))
     }
 
-    /// Puts it behind those of its class.
+    /// Appends a request to those of its class.
     pub(super) fn insert(&mut self, want: Want) -> Place {
         self.arrivals += 1;
         let place = (want.class, self.arrivals);
@@ -175,26 +175,26 @@ impl Admission {
         self.waiting.values()
     }
 
-    /// Those that are served before a newcomer of `class`.
+    /// Returns the requests served before a new one of `class`.
     pub(super) fn before(&self, class: Class) -> impl Iterator<Item = &Want> {
         self.waiting
             .range(..=(class, u64::MAX))
             .map(|(_, want)| want)
     }
 
-    /// Whether something waits for the lease, or to make it larger.
+    /// Whether a request waits for this lease, or for its growth.
     pub(super) fn waits_for(&self, lease: LeaseId) -> bool {
         self.values().any(|want| want.lease == lease)
     }
 
-    /// A ticket joins what another one waits for already.
+    /// Adds a ticket to the waiting request for a lease.
     pub(super) fn join(&mut self, lease: LeaseId, ticket: Ticket) {
         if let Some(want) = self.waiting.values_mut().find(|want| want.lease == lease) {
             want.tickets.push(ticket);
         }
     }
 
-    /// Takes out what only `ticket` waited for.
+    /// Removes `ticket`, and returns the requests that only it waited for.
     pub(super) fn cancel(&mut self, ticket: Ticket) -> Vec<Want> {
         for want in self.waiting.values_mut() {
             want.tickets.retain(|waiting| *waiting != ticket);
@@ -202,13 +202,13 @@ impl Admission {
         self.take(|want| want.tickets.is_empty() && want.deadline.is_some())
     }
 
-    /// Takes out what is to wait no longer.
+    /// Removes and returns the requests for which `is_out` holds.
     pub(super) fn take(&mut self, is_out: impl Fn(&Want) -> bool) -> Vec<Want> {
         let out = self.waiting.extract_if(.., |_, want| is_out(want));
         out.map(|(_, want)| want).collect()
     }
 
-    /// Gives what has waited for long a better place, and what has had its turn its own one.
+    /// Raises the rank of long-waiting requests, and resets it after a turn.
     pub(super) fn age(&mut self, limits: &LeaseParams, now: Timestamp) -> Vec<AdmissionDecision> {
         let age = age_span(limits);
         let rank = |want: &Want| want.rank(now, age).map(|(rank, _)| rank);
@@ -238,7 +238,7 @@ impl Admission {
         aged
     }
 
-    /// When the next deadline or change of rank is due.
+    /// Returns the time of the next deadline or change of rank.
     pub(super) fn next_deadline(&self, limits: &LeaseParams, now: Timestamp) -> Option<Timestamp> {
         let age = age_span(limits);
         let due = |want: &Want| {
@@ -250,7 +250,7 @@ impl Admission {
     }
 }
 
-/// The time for each class that it rises.
+/// Returns the waiting time per class of ageing.
 fn age_span(limits: &LeaseParams) -> Duration {
     (limits.wait_max / 2).max(AGE_LEAST)
 }
@@ -259,8 +259,8 @@ fn reached(count: usize, limit: u32) -> bool {
     u32::try_from(count).map_or(true, |count| count >= limit)
 }
 
-/// The part of the time for one class that a turn lasts. Our choice: shorter than the time until the next one, so that
-/// others have most of the time.
+/// Duration of a turn as a fraction of the ageing time per class. Our choice: shorter than the time until the next
+/// turn, so that other requests have most of the time.
 const TURN_OF_AGE: u32 = 3;
-/// Where requests may hardly wait at all.
+/// Lower bound for a very short `wait_max`.
 const AGE_LEAST: Duration = Duration::from_secs(1);

@@ -1,22 +1,21 @@
-//! Arbiter: the state machine that the daemon talks to.
+//! Arbiter: the state machine driven by the daemon.
 //!
 //! ```text
 //!               ┌───────────── handle(now, event) ─────────────┐
-//!   event ────► │ due deadlines ─► the event ─► what follows   │ ────► actions, in order
+//!   event ────► │ due deadlines ─► the event ─► follow-up      │ ────► actions, in order
 //!               └──────────────────────────────────────────────┘
-//!     what follows: start what is wanted ─► load the engine ─► serve the queue ─► shed under pressure ─► grow back
+//!     follow-up: start wanted workers ─► load the engine ─► serve the queue ─► shed under pressure ─► grow back
 //! ```
 //!
-//! The consequences are decided from the state alone, each time from the start, so that a lost answer or a crossed
-//! message leaves no intention behind. There are three kinds of files:
+//! The follow-up is computed from the state alone, from scratch for every event: lost answers and crossed messages
+//! leave no stale intention. There are three kinds of files:
 //!
-//! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`,
-//!   `worker`, `ledger`.
-//! - Decisions, functions of the read-only `State` of all machines: `reach`, `holder`, `reclaim`,
-//!   `growth`.
-//! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`,
-//!   `requests`, `operator` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was
-//!   decided, and never take an event. Their imports show who calls whom.
+//! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`,
+//!   `engine_control`, `worker`, `ledger`.
+//! - Decisions, functions of the read-only `State` of all machines: `reach`, `holder`, `reclaim`, `growth`.
+//! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`, `requests`,
+//!   `operator` and `restore` each handle one kind of event; `serve` and `*_orders` carry out decisions and never
+//!   handle an event. Their imports show the order of calls.
 
 mod checkpoint;
 mod context;
@@ -59,7 +58,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-/// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
+/// The state machine driven by the daemon: receives events and returns the required actions.
 ///
 /// ```
 /// use cotenant_policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
@@ -82,12 +81,12 @@ pub struct Arbiter {
     machine: Machine,
     #[serde(flatten)]
     record: Record,
-    /// Until when there is nothing to do by the clock; `None` when that is not known.
+    /// Time before which no deadline is due; `None` if unknown.
     idle_until: Option<Timestamp>,
 }
 
 impl Arbiter {
-    /// An arbiter with an empty book.
+    /// Creates an arbiter without leases.
     ///
     /// # Errors
     /// All faults of `params`.
@@ -100,13 +99,13 @@ impl Arbiter {
         })
     }
 
-    /// Takes one event and returns what must be done about it, in order.
+    /// Applies one event and returns the actions it requires, in order.
     ///
-    /// `now` never goes back; an earlier one is taken for the last. Deadlines that are due are served before the event,
-    /// so that a renewal at the very end of a term comes too late.
+    /// `now` is monotonic; an earlier value counts as the last one. Due deadlines are served before the event, so a
+    /// renewal at the very end of a term is too late.
     ///
     /// # Panics
-    /// If the book is broken: see [`Arbiter::assert_invariants`].
+    /// If the ledger is inconsistent: see [`Arbiter::assert_invariants`].
     #[must_use]
     pub fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
         self.state.now = self.state.now.max(now);
@@ -119,8 +118,8 @@ impl Arbiter {
         if matches!(event, Event::LeaseRenewed(_))
             && self.idle_until.is_some_and(|until| cx.now < until)
         {
-            // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
-            // hundreds of tenants that is most of what there is to do.
+            // A renewal only postpones the end of one lease and skips the full pass, which is most of the work with
+            // hundreds of tenants.
             take(&mut cx, event);
             return cx.out;
         }
@@ -133,19 +132,20 @@ impl Arbiter {
         actions
     }
 
-    /// When [`DeadlineReached`](Event::DeadlineReached) is due, if ever; later than the last event.
+    /// Returns the time at which [`DeadlineReached`](Event::DeadlineReached) is due, if ever; later than the last
+    /// event.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
         view::next_deadline(&self.state)
     }
 
-    /// The state as operators, metrics and tests see it.
+    /// Returns the state as operators, metrics and tests see it.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         view::snapshot(&self.state, &self.machine, self.record.stats)
     }
 
-    /// What would be shed first, and at which headroom; `None` before the first sample.
+    /// Returns the next shed and the headroom that triggers it; `None` before the first sample.
     #[must_use]
     pub fn next_shed(&self) -> Option<NextShed> {
         reclaim::next(&self.state)
@@ -163,23 +163,23 @@ impl Arbiter {
         self.state.now
     }
 
-    /// The state that the next run has to know of this one.
+    /// Returns the part of the state that the next run needs.
     #[must_use]
     pub fn book(&self) -> Book {
         restore::book(&self.state)
     }
 
-    /// The least that the engine can hold, whatever runs: for the case that the arbiter no longer decides. `None` while
-    /// there is no model.
+    /// Returns the engine's smallest plan, regardless of running requests: the fallback when the arbiter no longer
+    /// decides. `None` without a model.
     #[must_use]
     pub fn floor_plan(&self) -> Option<EnginePlan> {
         self.state.engine.floor_plan()
     }
 
-    /// Asserts that the state makes sense.
+    /// Asserts the invariants of the state.
     ///
     /// # Panics
-    /// If it does not. A broken book is worth a restart: going on would over-commit memory that others use.
+    /// If one is violated. An inconsistent ledger is fatal: restart rather than over-commit.
     #[expect(clippy::panic, reason = "a broken book is worth a restart; see above")]
     pub fn assert_invariants(&self) {
         if let Some(broken) = self.broken_invariant() {
@@ -313,7 +313,7 @@ fn route(cx: &mut Context<'_>, event: Event) -> Result<(), Denial> {
             changes,
         } => {
             operator::take_reconfigured(cx, ticket, *params, changes)?;
-            // By shorter settings some may be over already.
+            // Shorter settings may have made deadlines due.
             serve_deadlines(cx);
         }
         Event::Resized { machine, params } => {
@@ -336,7 +336,7 @@ fn follow_up(cx: &mut Context<'_>) {
     cx.ledger.lower_ceiling();
 }
 
-/// A sample of the machine: headroom, level, and what the kernel keeps.
+/// Handles a sample of the machine: headroom, level, page pool, advice to reboot.
 fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     sample.taken_at = sample.taken_at.min(cx.now);
     let last = cx.pressure.sampled_at();
@@ -346,7 +346,7 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
         });
         return;
     }
-    // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
+    // Memory that the engine holds but has not touched looks available, and may be touched with the next token.
     let untouched = cx.engine.kv.untouched;
     let machine = sample.available().saturating_sub(untouched);
     let budget = cx.params.budget;
@@ -363,7 +363,7 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     if let Some(used) = used {
         cx.ledger.observe_scope(used, sample.taken_at);
     }
-    // Unknown is not zero: the book decides.
+    // Without a reading, assume the use in the ledger, not zero.
     let used = used.unwrap_or_else(|| cx.ledger.used_by_holders());
     let headroom = whole
         .saturating_sub(used)
@@ -392,7 +392,7 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
 }
 
-/// A measurement of a holder, and what it settles.
+/// Handles a measurement of a holder, and settles pending releases.
 fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
     let taken_at = taken_at.min(cx.now);
     match used {
@@ -402,7 +402,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
         Some(_) => return,
         None => {}
     }
-    // One that was overtaken by a newer one says how it was, and not how it is.
+    // A measurement older than the last one is out of date.
     let newest = cx.ledger.measurement(tenant).map(|measured| measured.at);
     if used.is_some() && newest.is_some_and(|at| taken_at < at) {
         return;
@@ -415,7 +415,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
         if is_worker && !worker_orders::settle_notified(cx, tenant, used, taken_at) {
             worker_events::settle(cx, tenant);
         }
-        // A worker that asks for itself has its lease as any tenant.
+        // A worker that requests its lease itself is settled like a tenant.
         cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
         if is_worker {
             learn::from_life(cx, tenant);

@@ -1,11 +1,11 @@
-//! Choice of the cheapest set of offers that is enough.
+//! Choice of the cheapest sufficient set of offers.
 //!
-//! Each [`Offer`] says how many bytes a holder can give, in which steps, and what each costs the user, in microseconds of
-//! waiting, weighed by class. Among all sets of steps that give enough, the one with the least cost is taken; of equal ones
-//! the one that asks fewer holders, and then the one that takes fewer bytes. A partial set is dropped when another one costs
-//! no more and gives no less, which loses nothing. Beyond [`SETS_MAX`] partial sets, those go as well that another one
-//! exceeds by giving no less for hardly more; [`Choice::above_ppm`] adds that up: the set that is returned costs at most so
-//! much more than the cheapest, and it is the cheapest where that is zero. Costs are added in 128 bits.
+//! An [`Offer`] lists the bytes that a holder can give, in steps, with the cost of each: the user's wait in
+//! microseconds, weighted by class. Among all sufficient sets of steps the cheapest is chosen; at equal cost the one
+//! with fewer holders, then the one with fewer bytes. A partial set is dropped if another one costs no more and gives
+//! no less, which preserves optimality. Beyond [`SETS_MAX`] partial sets, those are also dropped for which another one
+//! gives no less at a slightly higher cost; [`Choice::above_ppm`] accumulates the error: the result costs at most that
+//! much more than the cheapest set, and is the cheapest if it is zero. Costs are added in 128 bits.
 
 use std::cmp::Ordering;
 
@@ -17,30 +17,30 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// A part of what a holder can give.
+/// A step of an offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Step {
-    /// Bytes of this step and all before it.
+    /// Bytes of this step and all steps before it.
     pub(super) bytes: Bytes,
-    /// What the user waits for them, now and for undoing it, µs.
+    /// Wait of the user for these bytes, including their restoration, µs.
     pub(super) price_us: u64,
 }
 
-/// Memory that one holder can give back, or takes when it grows.
+/// Memory that one holder can give, or takes when it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Offer {
-    /// Who and how.
+    /// The source and the means.
     pub(super) source: Source,
-    /// Urgency of its work.
+    /// Class of its work.
     pub(super) class: Class,
-    /// What it can give, the least first; each step holds those before it, so neither bytes nor prices fall.
+    /// Steps in ascending order; each includes those before it, so neither bytes nor prices decrease.
     pub(super) steps: Vec<Step>,
-    /// Bytes of the unit in which less than a step can be given; zero where only whole steps can.
+    /// Unit by which a step can be reduced, bytes; zero if only whole steps are possible.
     pub(super) unit: Bytes,
 }
 
 impl Offer {
-    /// Something that is given as a whole.
+    /// Creates an offer of one indivisible step.
     pub(super) fn whole(source: Source, class: Class, bytes: Bytes, price_us: u64) -> Self {
         Self {
             steps: vec![Step { bytes, price_us }],
@@ -50,7 +50,7 @@ impl Offer {
         }
     }
 
-    /// Something of which any number of units can be given, each at the same part of `price_us`.
+    /// Creates an offer divisible into units, at a price proportional to the bytes.
     pub(super) fn even(
         source: Source,
         class: Class,
@@ -78,13 +78,13 @@ impl Offer {
         }
     }
 
-    /// The most that it can give.
+    /// Returns the maximum bytes.
     pub(super) fn bytes(&self) -> Bytes {
         self.steps.last().map_or(Bytes::ZERO, |step| step.bytes)
     }
 
-    /// Orders by the weighed price of a byte, if everything is given: the cheaper one is shed first, the dearer one comes
-    /// back first.
+    /// Orders by weighted price per byte of the whole offer: the cheaper one is shed first, the more expensive one
+    /// restored first.
     pub(super) fn by_price_of_a_byte(&self, other: &Self) -> Ordering {
         let most = |offer: &Self| {
             let step = offer.steps.last().copied();
@@ -100,7 +100,7 @@ impl Offer {
         (self.score(step), step.bytes)
     }
 
-    /// The weighed price of a step. Asking a holder costs something.
+    /// Returns the weighted price of a step, including that of a request to the holder.
     pub(super) fn score(&self, step: &Step) -> u128 {
         (u128::from(step.price_us) + ASKING_US) * u128::from(weight(self.class))
     }
@@ -112,21 +112,21 @@ fn compare((cost, bytes): (u128, Bytes), (other_cost, other_bytes): (u128, Bytes
         .cmp(&other_cost.saturating_mul(size(bytes)))
 }
 
-/// A set that suffices, or all there is.
+/// A sufficient set, or everything available.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Choice {
-    /// How much of which offer.
+    /// The chosen offers with their bytes.
     pub(super) chosen: Vec<Chosen>,
-    /// The set costs at most so many millionths more than the cheapest.
+    /// Upper bound of the additional cost over the cheapest set, in millionths.
     pub(super) above_ppm: u64,
 }
 
-/// Chooses the steps that give `need` back at the least cost; all of them, if all together are too little.
+/// Chooses the cheapest steps that give `need`; all of them if they are too little.
 pub(super) fn choose(offers: &[Offer], need: Bytes) -> Choice {
     choose_within(offers, need, SETS_MAX)
 }
 
-/// The same with a bound on partial sets.
+/// Chooses with a bound on partial sets.
 fn choose_within(offers: &[Offer], need: Bytes, sets_max: usize) -> Choice {
     if need == Bytes::ZERO {
         return Choice::default();
@@ -154,7 +154,7 @@ fn choose_within(offers: &[Offer], need: Bytes, sets_max: usize) -> Choice {
                     bytes: partial.bytes.saturating_add(step.bytes),
                     last: search.append(partial.last, index, number),
                 };
-                // What is enough already can only become dearer.
+                // A sufficient set only gets more expensive.
                 if more.bytes >= need {
                     if more.key() < best.key() {
                         best = more;
@@ -176,7 +176,7 @@ fn choose_within(offers: &[Offer], need: Bytes, sets_max: usize) -> Choice {
     search.choice(offers, &best, need)
 }
 
-/// What any set that suffices costs at least: as if of each offer any part could be had, at the price of its cheapest byte.
+/// Returns a lower bound for the cost of any sufficient set: every offer divisible, at the price of its cheapest byte.
 fn least_cost(offers: &[Offer], need: Bytes) -> u128 {
     let cheapest = offers.iter().filter_map(|offer| {
         let steps = offer.steps.iter().filter(|step| step.bytes > Bytes::ZERO);
@@ -194,7 +194,7 @@ fn least_cost(offers: &[Offer], need: Bytes) -> u128 {
     sum
 }
 
-/// The sum of what all offers can give.
+/// Returns the sum of all offers.
 pub(super) fn reclaimable(offers: &[Offer]) -> Bytes {
     offers
         .iter()
@@ -203,7 +203,7 @@ pub(super) fn reclaimable(offers: &[Offer]) -> Bytes {
 }
 
 impl Weighing {
-    /// What has been weighed and chosen. A row of the engine is an offer for each kind of thing that it can give.
+    /// Creates the report on a choice. Each kind of engine memory is one row.
     pub(super) fn new(reason: ReclaimReason, need: Bytes, rows: &[Offer], choice: &Choice) -> Self {
         let mut candidates: Vec<Weighed> = rows
             .iter()
@@ -238,13 +238,13 @@ impl Weighing {
     }
 }
 
-/// A set of steps of the offers looked at so far.
+/// A set of steps of the offers considered so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct Partial {
     cost: u128,
     asked: u32,
     bytes: Bytes,
-    /// Its last step in the trail.
+    /// Index of its last step in the trail.
     last: Option<usize>,
 }
 
@@ -254,7 +254,7 @@ impl Partial {
     }
 }
 
-/// Sets, each as its last step and the set that it was added to; and what was lost by those that were dropped.
+/// The trail of sets, each as its last step and its predecessor; and the error of dropped sets.
 #[derive(Default)]
 struct Search {
     trail: Vec<(Option<usize>, usize, usize)>,
@@ -267,7 +267,7 @@ impl Search {
         Some(self.trail.len() - 1)
     }
 
-    /// A set that suffices, or all: whole offers, the cheapest byte first. Nothing dearer has to be looked at.
+    /// Returns a sufficient set, or all: whole offers, the cheapest byte first. Its cost bounds the search.
     fn cheapest_bytes_first(&mut self, offers: &[Offer], need: Bytes) -> Partial {
         let mut order: Vec<(usize, &Offer)> = offers.iter().enumerate().collect();
         order.retain(|(_, offer)| offer.bytes() > Bytes::ZERO);
@@ -290,7 +290,7 @@ impl Search {
         set
     }
 
-    /// Keeps `sets_max` of a front: of those whose costs are nearest to each other, the one that gives most.
+    /// Reduces a front to `sets_max` sets: among those with the closest costs, the one that gives most is kept.
     fn thin(&mut self, front: &mut Vec<Partial>, sets_max: usize) {
         if front.len() <= sets_max {
             return;
@@ -331,7 +331,7 @@ impl Search {
     }
 }
 
-/// Of each run of sets that cost at most `ppm` millionths more than its first, the last one, which gives most.
+/// Returns, of each run of sets within `ppm` millionths of the cost of its first, the last one, which gives most.
 fn last_of_groups(front: &[Partial], ppm: u64) -> Vec<Partial> {
     let mut kept: Vec<Partial> = Vec::new();
     let mut most = None;
@@ -377,11 +377,11 @@ fn undominated(mut sets: Vec<Partial>) -> Vec<Partial> {
     kept
 }
 
-/// Steps of an offer that is given in many units. What a step gives too much is spared afterwards.
+/// Steps of an offer divisible into many units. The surplus of a step is trimmed afterwards.
 const STEPS: u64 = 16;
-/// Partial sets that are kept while searching: 20 offers with 16 steps each stay within a few milliseconds.
+/// Maximum number of partial sets during a search: 20 offers with 16 steps each take a few milliseconds.
 const SETS_MAX: usize = 512;
-/// No two sets that are weighed differ by more.
+/// Upper bound of the cost difference between two weighed sets, in millionths.
 const PPM_MAX: u64 = 1 << 40;
 
 #[cfg(test)]

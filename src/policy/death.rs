@@ -1,6 +1,4 @@
 //! Death certificate of a worker's process: class, confidence, evidence.
-//!
-//! Plain values that go into the journal.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::fmt;
@@ -9,50 +7,50 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_units::Bytes;
 
-/// One end of one worker.
+/// The end of one process of a worker.
 ///
-/// It is written once and never changed. A field that is absent was not known; zero is a value.
+/// Written once and never changed. An absent field is unknown; zero is a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeathCertificate {
     pub worker: String,
-    /// Which of its starts, from 1.
+    /// Number of its start, from 1.
     pub start: u64,
-    /// Its process; absent when there never was one.
+    /// Its process; absent if none was created.
     pub pid: Option<u32>,
-    /// What it died of, and how that is known.
+    /// Cause of death and evidence.
     #[serde(flatten)]
     pub verdict: DeathVerdict,
-    /// How its process ended, and when.
+    /// Exit status and time.
     #[serde(flatten)]
     pub end: ProcessEnd,
-    /// Its memory.
+    /// Memory use and limits.
     #[serde(flatten)]
     pub memory: DeathMemory,
-    /// How far it had come loading, as it said itself.
+    /// Loading progress reported by the worker.
     pub load_progress: Option<String>,
-    /// Its last lines, oldest first: stderr where there was any, else stdout.
+    /// Its last lines, oldest first: stderr if there was any, otherwise stdout.
     pub last_lines: Vec<String>,
-    /// From seeing its end to this certificate, µs.
+    /// Time from the detection of its end to this certificate, µs.
     pub took_us: u64,
 }
 
-/// What a process died of, and how that is known.
+/// Cause of death of a process, and the evidence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeathVerdict {
     pub class: DeathClass,
     pub confidence: Confidence,
-    /// The end in one sentence.
+    /// The cause in one sentence.
     pub sentence: String,
-    /// What says so, the strongest first.
+    /// Evidence, the strongest first.
     pub evidence: Vec<Finding>,
     pub remedy: Option<String>,
-    /// Started again as it is, it would end in the same way; an operator has to change something first.
+    /// Whether a restart without a change would end in the same way, so that an operator has to act first.
     pub needs_operator: bool,
 }
 
-/// How a process ended, and when.
+/// Exit status and time of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ProcessEnd {
@@ -60,13 +58,14 @@ pub struct ProcessEnd {
     /// The signal that ended it.
     pub signal: Option<i32>,
     pub core_dumped: bool,
-    /// What we had asked of it, and why.
+    /// Request by the supervisor that preceded the end, with its reason.
     pub asked: Option<String>,
-    /// When it ended, µs since 1970.
+    /// Time of the end, µs since 1970.
     pub ended_unix_us: u64,
-    /// From its start to its end, ms.
+    /// Lifetime, ms.
     pub lived_ms: u64,
-    /// From its start to being ready, ms; absent when it never was, and where an earlier run of the supervisor started it.
+    /// Time from its start to being ready, ms; absent if it never was, or if an earlier run of the supervisor started
+    /// it.
     pub ready_after_ms: Option<u64>,
 }
 
@@ -74,13 +73,13 @@ pub struct ProcessEnd {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeathMemory {
-    /// Most that its main process held resident, as the kernel counted to its end.
+    /// Peak resident memory of its main process, from the kernel.
     pub peak_resident: Option<Bytes>,
-    /// Last measurements of its whole tree, oldest first.
+    /// Last measurements of its process tree, oldest first.
     pub history: Vec<MemoryPoint>,
     /// The lease at its end.
     pub lease: Option<LeaseAtDeath>,
-    /// Limits that were in force.
+    /// Limits in force.
     pub limits: Vec<String>,
 }
 
@@ -90,7 +89,7 @@ impl fmt::Display for DeathCertificate {
     }
 }
 
-/// The part of a certificate that decides what follows, and that is shown with the worker.
+/// The part of a certificate that determines the next step, shown with the worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeathSummary {
     pub class: DeathClass,
@@ -100,7 +99,7 @@ pub struct DeathSummary {
 }
 
 impl DeathCertificate {
-    /// The part of it that decides what follows.
+    /// Returns the part that determines the next step.
     #[must_use]
     pub fn summary(&self) -> DeathSummary {
         DeathSummary {
@@ -114,17 +113,17 @@ impl DeathCertificate {
 /// Declares the classes with their names in the journal, in metrics and on the wire.
 macro_rules! classes {
     ($($(#[$attribute:meta])* $class:ident = $name:literal,)+) => {
-        /// What a process died of. Alphabetical; the order means nothing.
+        /// Cause of death of a process. Alphabetical; the order has no meaning.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum DeathClass {
             $($(#[$attribute])* #[serde(rename = $name)] $class,)+
         }
 
         impl DeathClass {
-            /// All of them.
+            /// All classes.
             pub const ALL: &[Self] = &[$(Self::$class),+];
 
-            /// Its name in the journal, in metrics and on the wire: `memcg_oom`.
+            /// Returns its name in the journal, in metrics and on the wire: `memcg_oom`.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self {
@@ -136,49 +135,49 @@ macro_rules! classes {
 }
 
 classes! {
-    /// It gave itself up: a failed assertion, an uncaught exception, a corrupt heap.
+    /// It aborted: a failed assertion, an uncaught exception, a corrupt heap.
     Abort = "abort",
-    /// An allocation was refused while the machine had memory, or the kernel killed no process for it.
+    /// An allocation failed while the machine had memory, or without an OOM kill.
     AllocationFailed = "allocation_failed",
-    /// SIGBUS: a page of a mapped file could not be had.
+    /// SIGBUS: a page of a mapped file was not available.
     BusError = "bus_error",
-    /// It had used up its processor time.
+    /// It exceeded its limit of CPU time.
     CpuTimeLimit = "cpu_time_limit",
-    /// The CUDA runtime and the driver do not fit each other.
+    /// The CUDA runtime and the driver are incompatible.
     CudaMismatch = "cuda_mismatch",
-    /// There never was a process: the program could not be executed.
+    /// No process: the program could not be executed.
     ExecFailed = "exec_failed",
-    /// It returned a code other than zero. 137 is such a code.
+    /// It returned a non-zero exit code; 137 is also one.
     ExitCode = "exit_code",
-    /// The kernel killed it since the machine had no memory left.
+    /// The kernel killed it because the machine was out of memory.
     GlobalOom = "global_oom",
-    /// It lived and made no progress; we ended it.
+    /// It made no progress and was ended by the supervisor.
     Hang = "hang",
-    /// SIGILL: an instruction that this processor does not have, or a trap.
+    /// SIGILL: an instruction not supported by this processor, or a trap.
     IllegalInstruction = "illegal_instruction",
-    /// We ended it.
+    /// The supervisor ended it.
     KilledByUs = "killed_by_us",
-    /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
+    /// A signal that was sent neither by the supervisor nor, as far as can be determined, by the OOM killer.
     KilledExternally = "killed_externally",
-    /// The kernel killed it since its control group had no memory left.
+    /// The kernel killed it because its control group was out of memory.
     MemcgOom = "memcg_oom",
-    /// A shared library is missing or does not fit.
+    /// A shared library is missing or incompatible.
     MissingLibrary = "missing_library",
     /// Any other signal.
     OtherSignal = "other_signal",
-    /// A resource limit of its own refused it memory.
+    /// A resource limit refused it memory.
     RlimitMemory = "rlimit_memory",
-    /// SIGSYS: a system call that its sandbox forbids.
+    /// SIGSYS: a system call forbidden by its sandbox.
     SeccompViolation = "seccomp_violation",
     /// SIGSEGV.
     SegmentationFault = "segmentation_fault",
-    /// It returned zero without having been asked to end.
+    /// It returned zero without being asked to stop.
     SilentExit = "silent_exit",
-    /// There never was a process: the system had none to give, or no file or memory for it.
+    /// No process: the system had no process, file or memory available for it.
     SpawnFailed = "spawn_failed",
-    /// It was not ready in time; we ended it.
+    /// It was not ready in time and was ended by the supervisor.
     StartTimeout = "start_timeout",
-    /// The kernel did not say how it ended.
+    /// The kernel did not report how it ended.
     #[default]
     Unknown = "unknown",
 }
@@ -189,16 +188,16 @@ impl fmt::Display for DeathClass {
     }
 }
 
-/// How sure a class is.
+/// Confidence in a class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Confidence {
-    /// It is the best explanation of little.
+    /// The best explanation from little evidence.
     #[default]
     Low,
-    /// Something may be missing that would say otherwise.
+    /// Contrary evidence may be missing.
     Likely,
-    /// The kernel, or we ourselves, say so.
+    /// Reported by the kernel or by the supervisor itself.
     Certain,
 }
 
@@ -212,18 +211,18 @@ impl fmt::Display for Confidence {
     }
 }
 
-/// One thing that was found.
+/// One piece of evidence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Finding {
-    /// Where: `waitid`, `kernel log`, `counters`, `stderr`, `limits`, `memory`, `supervisor`.
+    /// Its source: `waitid`, `kernel log`, `counters`, `stderr`, `limits`, `memory`, `supervisor`.
     pub source: String,
-    /// What, in words or as it was read.
+    /// The finding, in words or as read.
     pub text: String,
 }
 
 impl Finding {
-    /// What was found where.
+    /// Creates a finding.
     #[must_use]
     pub fn new(source: &str, text: impl Into<String>) -> Self {
         Self {
@@ -233,29 +232,29 @@ impl Finding {
     }
 }
 
-/// A measurement in the life of a worker.
+/// A measurement during the life of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MemoryPoint {
     /// Time before its end, ms.
     pub before_end_ms: u64,
-    /// What its tree used.
+    /// Memory of its process tree.
     pub used: Bytes,
     /// `MemAvailable` of the machine at that time.
     pub available: Option<Bytes>,
 }
 
-/// The lease that the worker held when it died.
+/// The lease of a worker at its death.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LeaseAtDeath {
-    /// What was held for it.
+    /// Bytes held.
     pub held: Bytes,
-    /// The least that it holds.
+    /// Minimum of the lease.
     pub min: Bytes,
-    /// The most that it may hold.
+    /// Maximum of the lease.
     pub max: Bytes,
-    /// Budget that was free.
+    /// Free bytes of the budget.
     pub free: Bytes,
 }
 

@@ -1,7 +1,7 @@
 //! Decisions with their figures, one enum for each machine.
 //!
-//! A decision is a value, so that tests, metrics and `cotenant why` match on it. The sentence beside each variant is no
-//! part of the value; `thiserror` derives `Display` from it.
+//! A decision is a value: tests, metrics and `cotenant why` match on it. The sentence beside each variant is not part
+//! of the value; `thiserror` derives `Display` from it.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 mod engine;
@@ -45,7 +45,7 @@ pub enum Decision {
     /// About a worker's start, size and end.
     #[error("{0}")]
     Worker(WorkerDecision),
-    /// About what grows back, and when.
+    /// About growth.
     #[error("{0}")]
     Growth(GrowthDecision),
     /// About memory without a holder.
@@ -76,7 +76,7 @@ wrapped!(
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum AdmissionDecision {
-    /// Nothing new is admitted from now on.
+    /// Admission of requests stops.
     #[error("draining: nothing new is admitted")]
     DrainBegun,
     /// Requests are admitted again.
@@ -94,7 +94,7 @@ pub enum AdmissionDecision {
         free: Bytes,
         budget: Bytes,
     },
-    /// A lease holds more, as its holder asked.
+    /// A lease grew, as its holder requested.
     #[error(
         "grown {lease} from {from} to {to} after {} ms: {free} is free of {budget}",
         waited.as_millis()
@@ -107,16 +107,16 @@ pub enum AdmissionDecision {
         free: Bytes,
         budget: Bytes,
     },
-    /// The first in the queue waits for more than can be reclaimed now.
+    /// The first request in the queue needs more than can be reclaimed now.
     #[error("`{tenant}` waits: {denial}")]
     Waits { tenant: String, denial: Denial },
-    /// A request waits for what it cannot have while others keep what they hold; it does not block the queue.
+    /// A request needs more than it can get while others keep their memory; it does not block the queue.
     #[error("`{tenant}` waits for what it cannot have at present: {denial}")]
     OutOfReach { tenant: String, denial: Denial },
-    /// A worker needs more than it can have while others keep what they hold.
+    /// A worker needs more than it can get while others keep their memory.
     #[error("worker `{worker}` cannot be started: {wait}")]
     StartOutOfReach { worker: String, wait: WorkerWait },
-    /// A request is served as a more urgent class, because it has waited for long.
+    /// A request is served as a more urgent class after a long wait.
     #[error(
         "`{tenant}` ({class}) has waited for {} s and is served as {rank} now",
         waited.as_secs()
@@ -127,7 +127,7 @@ pub enum AdmissionDecision {
         waited: Duration,
         rank: Class,
     },
-    /// A request was served as the most urgent class for its time, and is served as its own again.
+    /// A request has had its turn as the most urgent class and returns to its own.
     #[error("`{tenant}` ({class}) has had its turn and waits on")]
     TurnOver { tenant: String, class: Class },
     /// A request was withdrawn.
@@ -139,27 +139,27 @@ pub enum AdmissionDecision {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum GrowthDecision {
-    /// Memory that had grown back was shed again soon, so that the dwell is longer from now on.
+    /// Regrown memory was shed again soon, so that the dwell is longer from now on.
     #[error(
         "what had grown back was shed again after {:.1} s; nothing grows for {:.1} s",
         stayed.as_secs_f64(),
         dwell.as_secs_f64()
     )]
     BackedOff {
-        /// How long it had stayed.
+        /// Time for which it stayed.
         stayed: Duration,
-        /// From now on.
+        /// The new dwell.
         dwell: Duration,
     },
-    /// A client wants more KV capacity than can be had now.
+    /// A client requests more KV capacity than is available.
     #[error("a client wants a KV capacity of {wanted} tokens, {present} are planned: {wait}")]
     CapacityWithheld {
         wanted: Tokens,
-        /// What the engine is asked to hold.
+        /// Planned KV capacity.
         present: Tokens,
         wait: GrowthWait,
     },
-    /// Nothing more is shed: what is left costs more than the level may.
+    /// Shedding stops: the remaining candidates cost more than the level permits.
     #[error("{level}: nothing more is shed; what is left costs its users more than this level may")]
     EngineSpared { level: PressureLevel },
     /// Nothing is left to shed.
@@ -170,26 +170,26 @@ pub enum GrowthDecision {
     NothingLeft {
         level: PressureLevel,
         unaccounted: Bytes,
-        /// Of the supervisor itself, where that is known.
+        /// Use of the supervisor itself, if known.
         own: Option<Bytes>,
     },
 }
 
-/// What was found or decided about memory without a holder.
+/// Finding or decision about memory without a holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryDecision {
-    /// What became of memory that was given back, on a board with a page pool for the GPU.
+    /// Destination of released memory, on a board with a page pool for the GPU.
     #[error("released {}: {} to the GPU's page pool, {} to the OS", .0.bytes, .0.to_pool, .0.to_os)]
     Released(Release),
-    /// The machine has been in a state for so long that only a reboot ends it.
+    /// The machine has been in a state that only a reboot ends, for long enough.
     #[error("reboot advised: {0}")]
     RebootAdvised(RebootReason),
     /// The machine has not been in that state for as long.
     #[error("reboot no longer advised; it was since {0}")]
     RebootNotAdvised(RebootReason),
-    /// The machine, or a control group around the supervisor, has too little memory now for what runs, or for the
-    /// configuration.
+    /// The memory of the machine, or the limit of a control group around the supervisor, is too small for the running
+    /// holders or the configuration.
     #[error(
         "the {machine} are too little, the budget is {budget}: {reason}; raise the limit or stop what needs it"
     )]

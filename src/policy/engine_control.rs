@@ -89,7 +89,7 @@ enum Retry {
     At(Timestamp),
     /// Once its model can be read again, and not before this time.
     WhenReadable(Timestamp),
-    /// At this time, after reading the header of its model again.
+    /// The header of its model is read again at this time.
     ReadAt(Timestamp),
     /// The header of its model is being read again.
     Reading,
@@ -164,7 +164,7 @@ impl KvUse {
 /// Speed of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Pace {
-    /// As measured when the model was loaded, and learned from answers; the figures of the field before.
+    /// Measured at load and learned from answers; before that, field values.
     by: Calibration,
     is_measured: bool,
 }
@@ -306,7 +306,7 @@ impl EngineControl {
         };
     }
 
-    /// Returns the time at which the load is overdue; `None` once it has ended.
+    /// Returns the time at which the load is overdue; `None` once the engine is ready or has failed.
     pub(super) fn load_overdue_at(&self) -> Option<Timestamp> {
         let timeout = self.params.as_ref()?.load_timeout;
         match self.phase {
@@ -515,7 +515,7 @@ impl EngineControl {
             .bytes_without(&BTreeSet::new())
             .saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
-        // With streamed layers, each chunk reads them once, so that prompt time is computing only if none are.
+        // Each chunk of a prompt also reads the streamed layers: without any, prompt time is computing time.
         if streamed == Bytes::ZERO {
             self.pace.by = self.pace.by.learn_prompt(timing, weights);
         }
@@ -728,8 +728,8 @@ impl Plans {
         self.doubtful.insert(revision, plan);
     }
 
-    /// A plan has failed. The engine takes one after the other: the answers to earlier ones are lost, and what was done of
-    /// this one stays done. What is in force is asked for after `confirm_at`.
+    /// Records a failed plan. The engine processes plans in order: answers to earlier ones are lost, and completed
+    /// steps of this one stay in force. The plan in force is requested again after `confirm_at`.
     pub(super) fn failed(&mut self, revision: u64, plan: EnginePlan, confirm_at: Timestamp) {
         let later = self.pending.split_off(&revision);
         let lost = std::mem::replace(&mut self.pending, later);
@@ -747,8 +747,8 @@ impl Plans {
     }
 }
 
-/// Tokens of a running answer that no shed takes the room of. Our choice: two blocks, of which it has written one when it
-/// asks for more, and some sentences of speech where there is nothing more to have.
+/// Tokens ahead of a running answer whose space no shed takes. Our choice: two blocks, of which one is written by the
+/// time it requests more, and a few spoken sentences if no more is available.
 const ANSWER_AHEAD: u32 = 128;
 
 /// Remedy after too many failures, or if the model was never read.

@@ -324,9 +324,9 @@ pub struct WorkerResized {
 /// KV capacity wanted for a client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapacityWanted {
-    /// Tokens without which the request cannot be served; zero if there are enough for it.
+    /// Tokens required to serve the request; zero if the present capacity suffices.
     pub needed: Tokens,
-    /// Tokens that it would like the KV cache to hold.
+    /// Preferred KV capacity.
     pub wanted: Tokens,
     /// Key of the client, if clients have keys. Absent in journals of older versions.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -28,7 +28,7 @@ use cotenant_units::{Bytes, Tokens};
 /// Memory that growth may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct GrowthRoom {
-    /// Free of the budget.
+    /// Free bytes of the budget.
     pub(super) free: Bytes,
     /// Headroom of a sample newer than the last change, minus bytes of the engine's lease that were unused then.
     pub(super) headroom: Bytes,
@@ -230,7 +230,7 @@ pub(super) enum Load {
     },
 }
 
-/// Returns whether the engine can be loaded; `None` if no load is pending, or without a sample.
+/// Returns the plan of a load, or the shortage; `None` if no load is pending, or without a sample.
 ///
 /// It is loaded once its floor fits beside the memory reserved for workers, and before the workers that start after it.
 pub(super) fn load(state: &State) -> Option<Load> {

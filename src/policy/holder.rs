@@ -48,7 +48,7 @@ impl Purpose {
         self.pay().is_some_and(|pay| pay.level < level)
     }
 
-    /// Whether it spares a class that is more urgent than the engine, which is reclaimed first.
+    /// Whether it spares `class`: one more urgent than the engine, below Critical.
     fn spares(self, class: Class) -> bool {
         class < Class::LlmElastic && self.is_below(Level::Critical)
     }

@@ -7,17 +7,17 @@
 //!   granted ── release, expire ─► ending ── measured ──► gone; what is still used is unaccounted
 //! ```
 //!
-//! An answer is never credited, and neither is silence, nor low use: a holder that has not answered its target may not
-//! have heard of it, and may lawfully fill the lease that it had a moment after it was measured. So a measurement counts
-//! down to what the holder may still take *as far as it knows*: the target once it has answered that it comes down, all
-//! of its lease before. That goes for the end of a lease too. A lease that ends without its holder's knowledge keeps that
-//! much on the book until the holder acknowledges the end (it releases the lease), its process is gone, or the term that
-//! it was granted last is over, after which no holder relies on a lease ([`Unacknowledged`]).
+//! Neither an answer nor silence nor low use is credited: a holder that has not answered its target may not have
+//! received it, and may lawfully fill its old lease right after a measurement. A measurement is therefore credited only
+//! down to the size that the holder may still use *as far as it knows*: the target once it has answered that it
+//! shrinks, before that its whole lease. The same applies to the end of a lease: if the holder is not aware of it,
+//! those bytes stay in the ledger until it acknowledges the end (releases the lease), its process has ended, or its
+//! last granted term is over, after which no holder relies on a lease ([`Unacknowledged`]).
 //!
-//! The holder's own measurement is asked for every [`VERIFY_POLL`]; where a holder cannot be measured, the next sample of
-//! the scope shows its memory as unmanaged.
+//! The holder is measured every [`VERIFY_POLL`]; if it cannot be measured, the next sample of the scope shows its
+//! memory as unmanaged.
 //!
-//! The table knows leases and the ledger only. What follows elsewhere from a change of it is an [`Effect`].
+//! The table depends on leases and the ledger only. Consequences elsewhere are returned as [`Effect`]s.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -42,37 +42,37 @@ mod ending;
 mod phase;
 mod revocation;
 
-/// All leases, and the holders that still use memory after the end of theirs.
+/// All leases, including residual use after their end.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LeaseTable {
     #[serde(with = "crate::pairs")]
     leases: BTreeMap<LeaseId, Lease>,
-    /// Holders that are measured beyond what they hold.
+    /// Holders whose measured use exceeds their leases.
     beyond: BTreeSet<String>,
-    /// The last numbers given out.
+    /// Last numbers assigned.
     last: LastNumbers,
 }
 
-/// The consequences of a change of the table, in order.
+/// Consequences of a change of the table, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// Is done or recorded.
+    /// An action to carry out or record.
     Act(Action),
-    /// Memory has been handed out, and so much will be missing from now on.
+    /// Memory was granted: `more` bytes of headroom will be used.
     Granted { more: Bytes },
-    /// Memory came back, or its place is another: older samples show something else.
+    /// Memory was released or transferred: older samples are out of date.
     Moved,
-    /// A holder has come down; by a shed, unless it wished so itself.
+    /// A holder has shrunk; by a shed, unless it requested that itself.
     Reclaimed { freed: Bytes, by_shed: bool },
-    /// Requests that wait for the lease are denied.
+    /// Requests waiting for the lease are denied.
     Deny { lease: LeaseId, denial: Denial },
 }
 
-/// The context of a change of the table.
+/// Context of a change of the table.
 pub(super) struct Turn<'a> {
     pub(super) now: Timestamp,
     pub(super) shed: ShedParams,
-    /// Time between two readings that are not urgent.
+    /// Interval between readings that are not urgent.
     pub(super) rarely: Duration,
     pub(super) ledger: &'a mut Ledger,
     pub(super) effects: Vec<Effect>,
@@ -106,7 +106,7 @@ impl LeaseTable {
         self.leases.values()
     }
 
-    /// The name of a lease in decisions.
+    /// Returns the name of a lease in decisions.
     pub(super) fn name_of(&self, id: LeaseId) -> LeaseName {
         let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
         LeaseName {
@@ -119,7 +119,7 @@ impl LeaseTable {
         Some(self.leases.get(&id)?.view(id, ledger))
     }
 
-    /// Whether `peer` may act on the lease.
+    /// Returns the lease if `peer` may act on it.
     pub(super) fn owned(
         &self,
         id: LeaseId,
@@ -149,15 +149,15 @@ impl LeaseTable {
         Ok(lease)
     }
 
-    /// As whom the process behind a request is measured: by the name that it asks by first, as long as no other process
-    /// has that.
+    /// Returns the holder name for the process behind a request: its first tenant name, unless another process has that
+    /// name.
     ///
-    /// The use of one process, and its release, must not count for another that has taken the same name, by chance or
-    /// not. Nor may it count twice where one process asks by several names: it is one holder by all of its names, since
-    /// all of its memory is in each measurement of it.
+    /// The use of one process, and its release, must not count for another process with the same name. Nor may it count
+    /// twice if one process uses several names: it is one holder under all of them, since each measurement includes all
+    /// of its memory.
     pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
         let (tenant, peer) = (&request.tenant, &request.peer);
-        // The kernel gives a process id to one process at a time, whatever user it acts as.
+        // A process id belongs to one process at a time, for all users.
         let is_it = |name: &str, (uid, pid): (u32, Option<u32>)| match peer.pid {
             Some(_) => pid == peer.pid,
             None => pid.is_none() && (name, uid) == (tenant.as_str(), peer.uid),
@@ -188,14 +188,14 @@ impl LeaseTable {
         self.last
     }
 
-    /// Goes on behind the numbers of an earlier run.
+    /// Continues the numbers of an earlier run.
     pub(super) fn skip(&mut self, last: LastNumbers) {
         self.last.lease = self.last.lease.max(last.lease);
         self.last.generation = self.last.generation.max(last.generation);
         self.last.nonce = self.last.nonce.max(last.nonce);
     }
 
-    /// A number that no lease has had.
+    /// Returns an unused lease id.
     pub(super) const fn next_id(&mut self) -> LeaseId {
         self.last.lease += 1;
         LeaseId(self.last.lease)
@@ -206,7 +206,7 @@ impl LeaseTable {
         self.last.generation
     }
 
-    /// Books a new lease, of which what `from` holds becomes a part. Returns whether it fits.
+    /// Books a new lease, to which the bytes of `from` are transferred. Returns whether it fits.
     pub(super) fn grant(
         &mut self,
         (id, lease): (LeaseId, Lease),
@@ -235,7 +235,7 @@ impl LeaseTable {
         }
     }
 
-    /// Raises what a lease holds, if that fits.
+    /// Raises a lease, if the bytes fit.
     pub(super) fn raise(id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) -> bool {
         let before = turn.ledger.held_by(id);
         let grown = turn.ledger.raise(id, bytes, turn.now).is_ok();
@@ -246,21 +246,21 @@ impl LeaseTable {
         grown
     }
 
-    /// Grants one more term.
+    /// Extends a lease by one term.
     pub(super) fn renew(&mut self, id: LeaseId, now: Timestamp) {
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.expires_at = lease.request.as_ref().map(|request| now + request.term);
         }
     }
 
-    /// Sets the bounds that the holder wants from now on.
+    /// Sets the bounds requested by the holder.
     pub(super) fn set_bounds(&mut self, id: LeaseId, min: Bytes, max: Bytes) {
         if let Some(lease) = self.leases.get_mut(&id) {
             (lease.min, lease.max) = (min, max);
         }
     }
 
-    /// Takes a lease off the table at once, with what it holds.
+    /// Removes a lease at once and returns the bytes it held.
     pub(super) fn remove(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Bytes {
         if let Some(lease) = self.leases.remove(&id) {
             self.beyond.remove(&lease.holder);
@@ -291,7 +291,7 @@ impl LeaseTable {
         leases.min()
     }
 
-    /// Names a holder that uses more than it holds, once each time that it begins to.
+    /// Reports a holder that starts using more than it holds, once each time.
     pub(super) fn watch_bounds(&mut self, holder: &str, turn: &mut Turn<'_>) {
         let held = turn.ledger.held_by_tenant(holder);
         let used = turn.ledger.used_by(holder).unwrap_or_default();
@@ -308,7 +308,7 @@ impl LeaseTable {
         }
     }
 
-    /// What its holder uses without a lease is measured no more, or is part of another lease.
+    /// Removes residual use of a holder that is no longer measured, or is part of another lease.
     fn drop_residual(&mut self, holder: &str, ledger: &mut Ledger) {
         let is_its = |lease: &Lease| lease.is_residual() && lease.holder == holder;
         for (id, _) in self.leases.extract_if(.., |_, lease| is_its(lease)) {
@@ -316,7 +316,7 @@ impl LeaseTable {
         }
     }
 
-    /// Asks for a reading of the holder.
+    /// Requests a reading of the holder.
     pub(super) fn measure(&self, id: LeaseId, turn: &mut Turn<'_>) {
         if let Some(lease) = self.leases.get(&id) {
             let tenant = lease.holder.clone();
@@ -329,7 +329,7 @@ impl LeaseTable {
         due.map(|(id, _)| *id).collect()
     }
 
-    /// A lease that is past its time without having been ended, if there is one.
+    /// Returns an expired lease that was not ended, if any.
     pub(super) fn past_its_time(&self, now: Timestamp) -> Option<LeaseName> {
         let is_past = |lease: &Lease| lease.expires_at.is_some_and(|at| at <= now);
         let past = self.iter().find(|(_, lease)| is_past(lease));
@@ -343,13 +343,13 @@ fn unknown(id: LeaseId) -> Denial {
     }
 }
 
-/// Time between two measurements of a holder that gives memory back.
+/// Interval between measurements of a holder that is releasing memory.
 const VERIFY_POLL: Duration = Duration::from_millis(50);
 
-/// Use beyond a lease that is put down to whole pages and shared libraries.
+/// Tolerance for use beyond a lease: whole pages and shared libraries.
 const SLACK_PER_MILLE: u32 = 20;
 const SLACK: Bytes = Bytes::from_mib(1);
 
-/// Between the name of a tenant and what tells its process apart from another one of the same name.
+/// Suffix that distinguishes the processes of one tenant name.
 pub(super) const OF_PROCESS: &str = " (pid ";
 pub(super) const OF_USER: &str = " (uid ";

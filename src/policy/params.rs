@@ -352,7 +352,7 @@ pub struct StartParams {
     pub autostart: bool,
     /// Workers with a lower number start first; ties by name.
     pub start_order: u32,
-    /// Workers, or the engine's tenant name, that must be ready or have failed permanently before it starts.
+    /// Workers, or the engine's tenant name, that must be ready, or whose start was given up, before it starts.
     #[serde(default)]
     pub after: Vec<String>,
     /// Whether it starts before the engine is loaded.
@@ -555,7 +555,7 @@ const SAMPLE_MAX: Duration = Duration::from_secs(1);
 fn sample_age_max() -> Duration {
     PressureParams::age_max(SAMPLE_MAX)
 }
-/// Rate measured by the authors of earlyoom with `stress -m 4 --vm-bytes 4G` on a desktop.
+/// Rate reported by earlyoom with `stress -m 4 --vm-bytes 4G` on a desktop.
 const FILL_RATE_MIB_PER_S: u32 = 6000;
 /// Longer than unmapping 1 GiB takes (151 ms measured).
 const SETTLE: Duration = Duration::from_millis(250);

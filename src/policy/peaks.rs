@@ -1,8 +1,8 @@
 //! Highest measured use of each holder.
 //!
-//! The need of a worker by its file is a guess; its measured use is not. A peak that is higher than the known one takes
-//! its place at once. A lower one has to be seen in several lives, and then counts for a quarter each time, since a
-//! peak that did not happen today may happen tomorrow.
+//! The configured need of a worker is an estimate; its measured use is not. A higher peak replaces the known one at
+//! once. A lower one has to be seen in several runs of the holder, each of which reduces the difference by a quarter,
+//! since the old peak may occur again.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,30 +12,30 @@ use cotenant_units::Bytes;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearnedPeak {
-    /// Its name: `asr`, or `llm`.
+    /// Name of the holder: `asr`, or `llm`.
     pub holder: String,
-    /// The variant, or the model; nothing for a worker of one size.
+    /// The variant, or the model; `None` for a worker of one size.
     pub variant: Option<String>,
-    /// The most that it used.
+    /// Highest measured use.
     pub bytes: Bytes,
-    /// Lives in which it was seen to come up.
+    /// Number of complete starts seen.
     pub lives: u32,
-    /// The most that it used until it was measured at rest after a start; `None` before the first one.
+    /// Highest use from a start until it was measured at rest; `None` before the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start: Option<Bytes>,
-    /// What it ran then, as a name; `None` where that is not known, and then it counts whatever it runs.
+    /// Its program and model at that time; `None` if unknown, which matches any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
 }
 
 impl LearnedPeak {
-    /// What a start reserves by it.
+    /// Returns the bytes reserved for a start.
     #[must_use]
     pub fn with_margin(&self) -> Bytes {
         with_margin(self.bytes)
     }
 
-    /// The least that a start needs: what requests take comes later, when other holders can give it.
+    /// Returns the minimum for a start: memory for requests is needed later, when other holders can release it.
     #[must_use]
     pub fn start_with_margin(&self) -> Option<Bytes> {
         self.start.map(with_margin)
@@ -46,32 +46,32 @@ fn with_margin(bytes: Bytes) -> Bytes {
     bytes.saturating_add(bytes.per_mille(MARGIN_PER_MILLE))
 }
 
-/// The known peak after another one was `seen`: a lower one counts for a quarter.
+/// Returns the known peak after another one was `seen`; a lower one counts a quarter.
 fn eased(known: Bytes, seen: Bytes) -> Bytes {
     let less = known.saturating_sub(seen);
     seen.max(known.saturating_sub(Bytes::new(less.get() / 4)))
 }
 
-/// All peaks that were learned, by holder and variant.
+/// All learned peaks, by holder and variant.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Peaks(Vec<LearnedPeak>);
 
 impl Peaks {
-    /// The peaks, in the order of their names.
+    /// Returns the peaks in the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = &LearnedPeak> {
         self.0.iter()
     }
 
-    /// The learned peak of a holder.
+    /// Returns the learned peak of a holder.
     #[must_use]
     pub fn of(&self, holder: &str, variant: Option<&str>) -> Option<&LearnedPeak> {
         let place = self.place(holder, variant).ok()?;
         self.0.get(place)
     }
 
-    /// Takes what a holder uses, or has used at most in this life. Returns whether more was learned than is worth
-    /// forgetting.
+    /// Records the use, or the peak so far, of a running holder. Returns whether the learned peak grew by more than the
+    /// tolerance.
     pub fn seen(&mut self, holder: &str, variant: Option<&str>, bytes: Bytes) -> bool {
         let Some(peak) = self.entry(holder, variant) else {
             return false;
@@ -84,7 +84,7 @@ impl Peaks {
         more
     }
 
-    /// A life has come up with this peak. Returns whether anything was learned by it.
+    /// Records the peak of a complete start. Returns whether it was stored.
     pub fn lived(&mut self, holder: &str, variant: Option<&str>, bytes: Bytes) -> bool {
         let Some(peak) = self.entry(holder, variant) else {
             return false;
@@ -95,7 +95,7 @@ impl Peaks {
         true
     }
 
-    /// Forgets what was learned of a holder when it ran something else.
+    /// Forgets the peaks of a holder learned with another program or model.
     pub fn forget_other_models(&mut self, holder: &str, model: Option<&str>) {
         let other = |peak: &LearnedPeak| {
             peak.model
@@ -106,7 +106,7 @@ impl Peaks {
         self.0.retain(|peak| peak.holder != holder || !other(peak));
     }
 
-    /// Says what a holder runs of which all this was learned.
+    /// Sets the program and model of a holder's peaks.
     pub fn name_model(&mut self, holder: &str, model: Option<&str>) {
         for peak in self.0.iter_mut().filter(|peak| peak.holder == holder) {
             if peak.model.as_deref() != model {
@@ -115,8 +115,7 @@ impl Peaks {
         }
     }
 
-    /// Memory that has to be free before a holder is started that needs `configured` at most and `steady` at rest by
-    /// its file.
+    /// Returns the bytes that must be free to start a holder with a `configured` peak and a `steady` size.
     #[must_use]
     pub fn expected(
         &self,
@@ -166,7 +165,7 @@ impl Peaks {
 }
 
 impl FromIterator<LearnedPeak> for Peaks {
-    /// The first of several of the same name counts; beyond the bound they are left out.
+    /// Of several with the same name the first is kept; entries beyond the bound are dropped.
     fn from_iter<I: IntoIterator<Item = LearnedPeak>>(peaks: I) -> Self {
         let mut all: Vec<LearnedPeak> = peaks.into_iter().take(PEAKS_MAX).collect();
         all.sort_by(|one, other| (&one.holder, &one.variant).cmp(&(&other.holder, &other.variant)));
@@ -177,14 +176,14 @@ impl FromIterator<LearnedPeak> for Peaks {
     }
 }
 
-/// A start needs 1.1 times the learned peak: what a supervisor of such a board asks for.
+/// A start needs 1.1 times the learned peak, as another supervisor for such a board requires.
 const MARGIN_PER_MILLE: u32 = 100;
-/// Fewer lives say nothing about what does not happen. Our choice.
+/// Minimum number of starts before a lower peak is trusted. Our choice.
 const LIVES_LEAST: u32 = 3;
-/// A difference within 2 % or 1 MiB is the same peak: whole pages and shared libraries.
+/// Tolerance within which peaks are equal, 2 % or 1 MiB: whole pages and shared libraries.
 const WORTH_PER_MILLE: u32 = 20;
 const WORTH: Bytes = Bytes::from_mib(1);
-/// Workers, their variants and models of one supervisor; far more than 64 workers with their variants.
+/// Maximum number of entries; far more than 64 workers with their variants and models need.
 const PEAKS_MAX: usize = 1024;
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ pub struct KvContents {
 }
 
 impl KvContents {
-    /// Capacity that all conversations take.
+    /// Returns the capacity occupied by all conversations.
     #[must_use]
     pub fn occupied(&self) -> Tokens {
         let beside = self.beside.iter().map(|one| one.capacity.get());
@@ -283,9 +283,9 @@ pub fn of_notification(bytes: Bytes, reload: Duration, speed: Calibration) -> u6
 }
 
 /// Returns the price of stopping a worker, µs: the loss of its process's state, and `reload` for the next start,
-/// multiplied by the probability of an early return if it was busy recently, and by `times`, the ratio of its held
-/// bytes to those that stay free after its restart. Work in progress has the highest price: a busy worker (`idle` is
-/// `None`) is stopped only if all idle ones do not suffice.
+/// increased for a worker that was busy recently and will probably return early, and multiplied by `times`, the ratio
+/// of its held bytes to those that stay free after its restart. Work in progress has the highest price: a busy worker
+/// (`idle` is `None`) is stopped only if all idle ones do not suffice.
 #[must_use]
 pub fn of_stop(reload: Duration, idle: Option<Duration>, times: u64) -> u64 {
     let Some(idle) = idle else {

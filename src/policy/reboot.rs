@@ -1,10 +1,10 @@
-//! Advice to reboot, for memory that nothing else gives back.
+//! Advice to reboot, for memory that only a reboot recovers.
 //!
 //! ```text
 //!   not advised ── seen for 10 min ──► advised ── not seen for 10 min ──► not advised
 //! ```
 //!
-//! What cannot be read is neither seen nor not seen: the advice stays as it is.
+//! A failed reading is neither: the advice stays as it is.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
@@ -17,23 +17,23 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// A state of the machine that only a reboot ends, with the figures of the last sample that showed it.
+/// A state of the machine that only a reboot ends, with the figures of the last sample showing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum RebootReason {
-    /// GPU memory is allocated, and no process holds it.
+    /// GPU memory is allocated without a process that holds it.
     #[error("no process holds {bytes} of the {of} that the GPU has")]
     OrphanedGpuMemory { bytes: Bytes, of: Bytes },
-    /// The kernel refuses contiguous memory again and again while memory is plentiful.
+    /// The kernel repeatedly refuses contiguous memory while memory is plentiful.
     #[error("the kernel refused contiguous memory {refusals} times though memory is plentiful")]
     ContiguousRefused { refusals: u64 },
-    /// Free memory lies in pieces that are too small for drivers.
+    /// Free memory is fragmented into blocks too small for drivers.
     #[error("the largest free block has {largest} with {free} free")]
     Fragmented { free: Bytes, largest: Bytes },
 }
 
 impl RebootReason {
-    /// In one word, for machines: `orphaned_gpu_memory`, `contiguous_refused`, `fragmented`.
+    /// Returns its identifier: `orphaned_gpu_memory`, `contiguous_refused`, `fragmented`.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -43,12 +43,12 @@ impl RebootReason {
         }
     }
 
-    /// The words of all reasons.
+    /// The identifiers of all reasons.
     pub const WORDS: [&'static str; 3] =
         ["orphaned_gpu_memory", "contiguous_refused", "fragmented"];
 }
 
-/// What is advised, and what may be before long.
+/// Present and pending advice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RebootAdvice {
     orphaned: Watched,
@@ -57,13 +57,13 @@ pub(super) struct RebootAdvice {
     refusals: Option<Refusals>,
 }
 
-/// The counter of refusals of contiguous memory, and the series that is under way.
+/// Counter of refused contiguous allocations, with the current series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Refusals {
     count: u64,
     /// The count before the series.
     before: u64,
-    /// When it rose last.
+    /// Time of the last increase.
     risen_at: Timestamp,
 }
 
@@ -71,11 +71,11 @@ struct Refusals {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Watched {
     advised: Option<RebootReason>,
-    /// Since when it is seen while it is not advised, or is not seen while it is.
+    /// Time since which the state contradicts the advice.
     turning_since: Option<Timestamp>,
 }
 
-/// What has changed in the advice.
+/// A change of the advice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Changed {
     Advised(RebootReason),
@@ -83,7 +83,7 @@ pub(super) enum Changed {
 }
 
 impl Watched {
-    /// Takes what a sample shows; returns what changes by it.
+    /// Records the finding of a sample; returns a change of the advice.
     fn observe(&mut self, seen: Option<RebootReason>, now: Timestamp) -> Option<Changed> {
         if self.advised.is_some() == seen.is_some() {
             (self.advised, self.turning_since) = (seen, None);
@@ -101,14 +101,14 @@ impl Watched {
 }
 
 impl RebootAdvice {
-    /// The reasons for which a reboot is advised.
+    /// Returns the reasons for which a reboot is advised.
     pub(super) fn reasons(&self) -> impl Iterator<Item = RebootReason> {
         [self.orphaned, self.contiguous, self.fragmented]
             .into_iter()
             .filter_map(|watched| watched.advised)
     }
 
-    /// Takes a sample, and the level that it has led to; returns what changes by it.
+    /// Records a sample and the resulting level; returns the changes of the advice.
     pub(super) fn observe(
         &mut self,
         sample: &Sample,
@@ -161,7 +161,7 @@ impl RebootAdvice {
     }
 }
 
-/// A bound, halved while the advice stands, so that what is near it does not come and go.
+/// Returns the bound, halved while the advice stands, as hysteresis.
 const fn lower_where(advised: Option<RebootReason>, bound: Bytes) -> Bytes {
     match advised {
         Some(_) => Bytes::new(bound.get() / 2),
@@ -169,17 +169,17 @@ const fn lower_where(advised: Option<RebootReason>, bound: Bytes) -> Bytes {
     }
 }
 
-/// How long a state must last. Programs that end give their memory back within seconds; our choice.
+/// Time for which a state must last. Processes that end release their memory within seconds; our choice.
 const HELD_FOR: Duration = Duration::from_secs(600);
-/// Less orphaned memory is not worth a reboot: about what a small speech model takes. Our choice.
+/// Minimum orphaned memory: about the size of a small speech model. Our choice.
 const ORPHANED_LEAST: Bytes = Bytes::from_mib(256);
-/// On a larger board, this part of its memory. Our choice.
+/// The same as a part of the machine's memory, for larger boards. Our choice.
 const ORPHANED_PER_MILLE: u32 = 50;
-/// Refusals count as a series while one follows another within this time. Our choice.
+/// Maximum interval between refusals of a series. Our choice.
 const REFUSED_EACH: Duration = Duration::from_secs(120);
-/// Without a block of this size, nvmap maps its pages one by one and drivers get no buffers (its big pages; `nvmap_pp.c`).
+/// Without a block of this size, nvmap maps pages one by one and drivers get no buffers (its big pages; `nvmap_pp.c`).
 const SMALL_BLOCK: Bytes = Bytes::from_kib(64);
-/// So much is free all the same. Our choice.
+/// Free memory above which small blocks mean fragmentation. Our choice.
 const PLENTY_FREE: Bytes = Bytes::from_mib(512);
 
 #[cfg(test)]

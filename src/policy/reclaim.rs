@@ -1,8 +1,8 @@
-//! Reclaim for a request, for an operator and under pressure: how much, and from which holders.
+//! Reclaim for a request, for an operator and under pressure: amount and holders, as functions of the state.
 //!
-//! The cheapest set that suffices is computed over the offers of all [holders](super::holder); the decision lists those that
-//! were chosen and those that were not. Under pressure the next round waits for the settle time and for a sample that is
-//! newer than what came back. Nothing here changes the state.
+//! Computes the cheapest sufficient set over the offers of all [holders](super::holder); the decision lists chosen and
+//! rejected candidates. Under pressure, the next round waits for the settle time and for a sample newer than the last
+//! release.
 
 use super::{
     choose::{Choice, Offer, choose, reclaimable},
@@ -17,31 +17,31 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The holders that are asked, and for how much.
+/// The holders to reclaim from, with the bytes of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reclaim {
     pub(super) purpose: Purpose,
     pub(super) weighing: Weighing,
-    /// What is given, by kind and holder.
+    /// Bytes by kind and holder.
     pub(super) chosen: Vec<Chosen>,
     /// The smaller plan of the engine.
     pub(super) plan: Option<EnginePlan>,
 }
 
-/// The action under pressure.
+/// Action under pressure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Relief {
     /// Headroom is above the Elevated watermark.
     NotNeeded,
-    /// An earlier request is under way, or no newer sample shows its effect.
+    /// An earlier reclaim is in progress, or no newer sample shows its effect.
     Waits,
-    /// This is to be reclaimed.
+    /// Memory to reclaim.
     Reclaim(Box<Reclaim>),
-    /// There is nothing that could be asked for this; `spared` where the level does not pay for what is left.
+    /// Nothing can be reclaimed; `spared` if the level does not permit the price of the remaining candidates.
     NothingLeft { spared: bool },
 }
 
-/// The holders that give `missing` bytes back for a request of `class`; none, if they cannot give all of it.
+/// Returns the reclaim of `missing` bytes for a request of `class`; `None` if all candidates together are too little.
 pub(super) fn for_request(
     state: &State,
     class: Class,
@@ -52,20 +52,20 @@ pub(super) fn for_request(
     enough(state, &state.offers(purpose), missing, purpose, reason)
 }
 
-/// The same, from what the engine has beyond its floor.
+/// Returns the same from the engine's memory above its floor only.
 pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::Interactive);
     let offers = state.engine_offers(purpose);
     enough(state, &offers, missing, purpose, reason)
 }
 
-/// The share of the engine for an operator who asks for `bytes`: as much of that as it has.
+/// Returns the reclaim for an operator's shed of `bytes` from the engine, or of as much as it can give.
 pub(super) fn for_operator(state: &State, bytes: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::AudioRealtime);
     weigh(state, &state.engine_offers(purpose), bytes, purpose, reason)
 }
 
-/// What has to be given back since the budget was lowered below what is held: all of it, or as much as there is.
+/// Returns the reclaim of bytes held beyond a lowered budget: all of them, or as many as possible.
 pub(super) fn over_budget(state: &State) -> Option<Reclaim> {
     let (over, budget) = (state.ledger.over_budget(), state.ledger.budget());
     let missing = over.saturating_sub(state.coming_back());
@@ -77,7 +77,7 @@ pub(super) fn over_budget(state: &State) -> Option<Reclaim> {
     weigh(state, &state.offers(purpose), missing, purpose, reason)
 }
 
-/// The shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
+/// Returns the action while the headroom is below the upper watermark; `relieved_at` is the time of the last shed.
 pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> Relief {
     let level = state.pressure.level();
     let (Some(headroom), Some(sampled_at)) =
@@ -94,8 +94,8 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     if state.pressure.in_grace(state.now) || settling || sampled_at <= state.changed_at {
         return Relief::Waits;
     }
-    // The loss until the next step may follow is part of this one: steps of one size never catch up with a neighbour
-    // that takes as much in each settle time.
+    // Includes the loss expected until the next step: steps of a fixed size never catch up with a process that
+    // allocates as much in each settle time.
     let wanted = elevated
         .saturating_add(shed.minimum_reclaim)
         .saturating_add(state.pressure.trend.lost_within(shed.settle));
@@ -108,7 +108,8 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     let purpose = Purpose::Pressure(pay);
     let mut offers = state.offers(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
-    // A process is ended only for what is missing below the watermark: what a slope foretells comes from others.
+    // Processes are stopped only for bytes missing below the watermark; the predicted loss is taken from other
+    // candidates.
     let goes_on = |offer: &&Offer| !offer.source.stops();
     let without_stops: Bytes = offers.iter().filter(goes_on).map(Offer::bytes).sum();
     let need = if without_stops >= owed {
@@ -135,7 +136,7 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     }
 }
 
-/// What would be shed first if the headroom fell to the upper watermark; `None` before the first sample.
+/// Returns the shed at a headroom just below the upper watermark; `None` before the first sample.
 pub(super) fn next(state: &State) -> Option<NextShed> {
     let (headroom, below) = (
         state.pressure.headroom()?,
@@ -146,7 +147,7 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
         .shed
         .minimum_reclaim
         .saturating_add(below.saturating_sub(headroom));
-    // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
+    // At Elevated nothing is given up that slows the engine; above it, anything may be.
     let chosen_for = |pay| {
         let purpose = Purpose::Pressure(pay);
         select(state, &state.offers(purpose), need, purpose)
@@ -178,7 +179,7 @@ fn enough(
     suffices.then(|| weigh(state, offers, missing, purpose, reason))?
 }
 
-/// The cheapest set that suffices, or all that there is.
+/// Weighs the cheapest sufficient set, or all offers if they are too little.
 fn weigh(
     state: &State,
     offers: &[Offer],
@@ -204,7 +205,7 @@ fn weigh(
     })
 }
 
-/// The cheapest set that suffices, with the plan in which the engine gives its part; and what was weighed for it.
+/// Returns the cheapest sufficient set, the engine's plan for its share, and the weighed offers.
 fn select(
     state: &State,
     offers: &[Offer],
@@ -216,7 +217,7 @@ fn select(
     let (engine, mut others): (Vec<Chosen>, Vec<Chosen>) =
         chosen.into_iter().partition(|one| is_engine(&one.source));
     let sum = |chosen: &[Chosen]| chosen.iter().map(|one| one.bytes).sum::<Bytes>();
-    // The engine's steps are few; its plan is found for what the others leave.
+    // The engine's steps are coarse: its plan is computed for the bytes not covered by others.
     let bytes = sum(&engine).min(need.saturating_sub(sum(&others)));
     let (plan, parts, mut rows) = if offers.iter().any(|offer| is_engine(&offer.source)) {
         state.engine_gives(bytes, purpose)

@@ -1,6 +1,6 @@
 //! Restart policy: intensity and backoff.
 //!
-//! A start without memory costs no attempt: the gate for memory is the queue of the arbiter, not this.
+//! A start that lacks memory is no attempt: memory is awaited in the admission queue.
 
 use std::collections::VecDeque;
 
@@ -9,22 +9,23 @@ use serde::{Deserialize, Serialize};
 use super::params::RestartParams;
 use cotenant_units::Timestamp;
 
-/// The failures of one worker, or of the engine.
+/// Failures of one worker, or of the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Restart {
-    /// Failures within the window, oldest first; never more than the intensity and one.
+    /// Failures within the window, oldest first; at most the intensity plus one.
     recent: VecDeque<Timestamp>,
     in_a_row: u32,
     ready_since: Option<Timestamp>,
 }
 
 impl Restart {
-    /// It answers.
+    /// Records that it is ready.
     pub(super) fn ready(&mut self, now: Timestamp) {
         self.ready_since = Some(now);
     }
 
-    /// It failed. Returns when it is started again; `None` where it failed too often within the window. The wait doubles with each failure in a row, and is short again after it has answered for long enough.
+    /// Records a failure. Returns the time of the restart; `None` after too many failures within the window. The wait
+    /// doubles with each consecutive failure, and is reset after `stable_after`.
     pub(super) fn failed(&mut self, limits: &RestartParams, now: Timestamp) -> Option<Timestamp> {
         self.forget_if_stable(limits, now);
         while let Some(oldest) = self.recent.front()
@@ -37,7 +38,8 @@ impl Restart {
         (self.recent.len() <= most).then(|| self.next_try(limits, now))
     }
 
-    /// It failed for something that is waited for anyway: the wait grows as with any failure, and it is never given up.
+    /// Records a failure caused by a condition that is waited for: the wait grows as with any failure, without giving
+    /// up.
     pub(super) fn held_up(&mut self, limits: &RestartParams, now: Timestamp) -> Timestamp {
         self.forget_if_stable(limits, now);
         self.next_try(limits, now)
@@ -59,19 +61,19 @@ impl Restart {
         now + wait
     }
 
-    /// An operator starts it by hand: what was is forgotten.
+    /// Clears the failures before a start by an operator.
     pub(super) fn forget(&mut self) {
         self.recent.clear();
         self.in_a_row = 0;
     }
 
-    /// Failures within the window, as of the last one.
+    /// Returns the failures within the window, as of the last one.
     pub(super) fn recent_failures(&self) -> usize {
         self.recent.len()
     }
 }
 
-/// 2^20 times the shortest wait is longer than any longest wait.
+/// 2^20 times the minimum wait exceeds any maximum wait.
 const DOUBLINGS_MAX: u32 = 20;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Reports of what was weighed before memory was reclaimed, and of what is reclaimed next.
+//! Reports on a reclaim: the candidates weighed, and the next shed.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Who could give memory back, and how.
+/// A source of reclaimable memory, with the means.
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, thiserror::Error,
 )]
@@ -19,45 +19,44 @@ pub enum Source {
     /// KV blocks of the engine that no sequence uses.
     #[error("unused KV blocks")]
     UnusedKv,
-    /// KV blocks that keep what the last answer has left, while no request runs: the prefix of the next prompt.
+    /// KV blocks kept from the last answer as the prefix of the next prompt, while no request runs.
     #[error("KV blocks of earlier answers")]
     PrefixKv,
-    /// The oldest KV blocks of the running answer, whose request allows that they are dropped; what was said in them is
-    /// lost to it.
+    /// The oldest KV blocks of the running answer, if its request permits dropping them; their content is lost to it.
     #[error("the oldest KV blocks of the running answer")]
     OldestKv,
-    /// KV of the engine, by keeping it in a smaller type; besides that the only one that changes what is answered, and weighed only
-    /// where the configuration allows it.
+    /// KV converted to a smaller type. Besides `OldestKv` the only source that changes answers; used only if
+    /// configured.
     #[error("KV in a smaller type")]
     KvType,
-    /// Layers of the engine that are resident.
+    /// Resident layers of the engine.
     #[error("resident layers")]
     Layers,
-    /// Workspace of the engine that larger prefill chunks need, while parts are streamed.
+    /// The engine's workspace for larger prefill chunks, while parts are streamed.
     #[error("larger prefill chunks")]
     PrefillChunk,
-    /// A tenant that holds more than its least.
+    /// A tenant that holds more than its minimum.
     #[error("{tenant}#{}", lease.0)]
     Tenant { lease: LeaseId, tenant: String },
-    /// An idle worker that can do with a smaller variant.
+    /// An idle worker with a smaller variant.
     #[error("worker `{worker}` as `{variant}`")]
     WorkerVariant { worker: String, variant: String },
-    /// A worker, by stopping it.
+    /// A worker, stopped.
     #[error("stopping worker `{worker}`")]
     WorkerStop { worker: String },
-    /// A worker that comes down when it is notified that memory is short.
+    /// A worker that shrinks when notified of a shortage.
     #[error("notifying worker `{worker}`")]
     WorkerNotified { worker: String },
 }
 
 impl Source {
-    /// Whether a process ends by it.
+    /// Whether it ends a process.
     #[must_use]
     pub const fn stops(&self) -> bool {
         matches!(self, Self::WorkerStop { .. })
     }
 
-    /// Whether it is a part of the engine.
+    /// Whether it belongs to the engine.
     #[must_use]
     pub const fn is_of_engine(&self) -> bool {
         match self {
@@ -75,62 +74,62 @@ impl Source {
     }
 }
 
-/// Something chosen, and how much of it.
+/// A chosen source and its bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
     pub source: Source,
     pub bytes: Bytes,
 }
 
-/// What would be shed first, and at which headroom.
+/// The next shed, and the headroom that triggers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NextShed {
     /// The cheapest set that suffices; empty when nothing may be shed.
     pub chosen: Vec<Chosen>,
-    /// What a shed at that headroom has to give.
+    /// Bytes that a shed at that headroom must free.
     pub need: Bytes,
-    /// The headroom below which something is shed.
+    /// Headroom below which memory is shed.
     pub below: Bytes,
-    /// The headroom now.
+    /// Present headroom.
     pub headroom: Bytes,
 }
 
-/// What was weighed before memory was reclaimed: who was asked, and who was not.
+/// Weighing before a reclaim: candidates and spared holders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weighing {
     pub reason: ReclaimReason,
     pub need: Bytes,
-    /// What all candidates could give.
+    /// Sum over all candidates.
     pub reclaimable: Bytes,
-    /// How context and speed were weighed; nothing without an engine.
+    /// Weighting of context and speed; `None` without an engine.
     pub mode: Option<ResidencyMode>,
-    /// Who could give something, the cheapest byte first.
+    /// Candidates, the lowest price per byte first.
     pub candidates: Vec<Weighed>,
-    /// Who holds something and was not asked, and why.
+    /// Spared holders with the reason.
     pub spared: Vec<Spared>,
-    /// What was chosen costs at most so many millionths more than the cheapest set; zero where it is the cheapest.
+    /// Upper bound of the additional cost over the cheapest set, in millionths; zero if the choice is the cheapest set.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub above_ppm: u64,
 }
 
-/// A candidate in the balance.
+/// One candidate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weighed {
-    /// Who and how.
+    /// The source and the means.
     #[serde(flatten)]
     pub source: Source,
     pub class: Class,
-    /// The most that it can give.
+    /// Maximum bytes that it can give.
     pub bytes: Bytes,
-    /// By how much its cost counts.
+    /// Weight of its cost.
     pub weight: u64,
-    /// Its weighed cost for each MiB, µs: the less, the sooner it is asked.
+    /// Weighted cost per MiB, µs; the lowest is chosen first.
     pub score: u64,
-    /// What it was asked for; nothing for those who were not.
+    /// Bytes requested from it; `None` if it was not chosen.
     pub chosen: Option<Bytes>,
 }
 
-/// A holder that could not be asked.
+/// A holder that was not asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spared {
     /// Its name: `llm#1`.

@@ -122,7 +122,7 @@ impl WorkerState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rest {
-    /// It had nothing to do; the next request starts it.
+    /// It was idle; the next request starts it.
     Idle,
     /// An operator stopped it; only an operator starts it.
     Operator,
@@ -246,11 +246,11 @@ pub struct PressureView {
     pub critical_below: Bytes,
     /// Headroom above `elevated_below` that a shed under pressure aims for.
     pub minimum_reclaim: Bytes,
-    /// Recent loss of headroom per second, over a few seconds.
+    /// Loss of headroom per second over the last seconds.
     pub losing_per_s: Bytes,
     /// Time until exhaustion at that rate, if it is near.
     pub exhausted_in: Option<Duration>,
-    /// Time until the next sample.
+    /// Validity of the last sample: time until the next one is due.
     pub sample_interval: Duration,
     pub sample: Option<Sample>,
     /// The memory that contains the budget.

@@ -1,7 +1,7 @@
-//! State that decisions are computed from, as one read-only value.
+//! State from which decisions are computed, as one read-only value.
 //!
-//! The arbiter owns it and applies what follows from a decision. [`reach`](super::reach), [`holder`](super::holder) and
-//! [`reclaim`](super::reclaim) are functions of it that change nothing.
+//! The arbiter owns it and applies the decisions. [`reach`](super::reach), [`holder`](super::holder) and
+//! [`reclaim`](super::reclaim) are pure functions of it.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The ledger, its holders, what waits for memory, and the pressure.
+/// The ledger, its holders, the admission queue, and the pressure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) params: Params,
@@ -37,14 +37,14 @@ pub(super) struct State {
     #[serde(default)]
     pub(super) peaks: Peaks,
     pub(super) draining: bool,
-    /// When something may grow back.
+    /// Dwell before growth.
     pub(super) dwell: Dwell,
-    /// The last time that memory came back or was handed out; an older sample does not show it.
+    /// Time of the last grant or release; older samples do not show it.
     pub(super) changed_at: Timestamp,
 }
 
 impl State {
-    /// An empty ledger.
+    /// Creates a state without leases.
     pub(super) fn new(params: Params) -> Result<Self, ParamsError> {
         params.validate()?;
         let mut peaks = params.peaks.clone();
@@ -69,11 +69,11 @@ impl State {
         })
     }
 
-    /// Goes on with other settings, but for the engine's and the scope. Those of a worker that runs count from its next
+    /// Applies new settings, except those of the engine and the scope. Those of a running worker apply from its next
     /// start.
     ///
     /// # Errors
-    /// The first setting that cannot be, such as a budget below what is held; nothing is changed.
+    /// The first invalid setting, such as a budget below `held`; nothing is changed.
     pub(super) fn reconfigure(&mut self, params: Params) -> Result<(), ParamFault> {
         let (budget, held) = (params.budget.bytes(), self.ledger.held());
         if held > budget && budget < self.ledger.budget() {
@@ -88,10 +88,10 @@ impl State {
         self.resize(params)
     }
 
-    /// The same for a budget that became smaller without being asked: what is held beyond it has to be given back.
+    /// Applies settings for a budget that shrank by itself: bytes held beyond it have to be reclaimed.
     ///
     /// # Errors
-    /// The first setting that cannot be; nothing is changed.
+    /// The first invalid setting; nothing is changed.
     pub(super) fn resize(&mut self, mut params: Params) -> Result<(), ParamFault> {
         params.engine.clone_from(&self.params.engine);
         params.budget.scope = self.params.budget.scope;
@@ -122,7 +122,7 @@ impl State {
         self.pressure.set_params(limits);
     }
 
-    /// Takes over the settings of a worker, unless it runs.
+    /// Applies a worker's settings, unless it is running.
     pub(super) fn renew_worker(&mut self, name: &str) {
         let worker = self
             .workers
@@ -136,11 +136,11 @@ impl State {
         }
     }
 
-    /// A lease as its holder and operators see it.
+    /// Returns a lease as its holder and operators see it.
     pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
         let mut view = self.leases.view(id, &self.ledger)?;
         if view.kind == LeaseKind::Engine {
-            // Memory that no token has touched is held, and not used.
+            // Untouched memory is held but not used.
             let untouched = self.engine.kv.untouched;
             view.memory.used = view.memory.used.map(|used| used.saturating_sub(untouched));
         }
@@ -158,7 +158,7 @@ impl State {
         lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
     }
 
-    /// Memory that has to be free for a worker to get into a variant: as configured, or as learned.
+    /// Returns the bytes that must be free for a worker to reach a variant: configured or learned.
     pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
         let Some(worker) = self.workers.get(name) else {
             return Bytes::ZERO;
@@ -169,7 +169,8 @@ impl State {
             worker.params.peak_of(variant),
             worker.params.steady_of(variant),
         );
-        // Use beyond the budget was seen without it: no worker waits for more than can ever be had.
+        // Use beyond the budget was measured without that limit: no worker waits for more than the budget, or its
+        // configured peak.
         let expected = match self.peaks.of(name, variant) {
             Some(peak) if worker.params.rest.auto => peak.with_margin(),
             _ => self.peaks.expected(name, variant, configured, steady),
@@ -177,8 +178,9 @@ impl State {
         expected.min(self.ledger.budget().max(configured))
     }
 
-    /// Memory that has to be free for a worker to be started: its peak where nothing is known of its starts, else what they
-    /// took and what it holds at rest. The rest of its peak is booked as well where it is free.
+    /// Returns the bytes that must be free to start a worker: its peak if its starts are unknown, otherwise the larger
+    /// of its learned start and its size at rest, at most its peak. The rest of its peak is booked as well if it is
+    /// free.
     pub(super) fn start_least(&self, name: &str) -> Bytes {
         let peak = self.worker_peak(name, None);
         let Some(worker) = self.workers.get(name) else {
@@ -202,7 +204,7 @@ impl State {
         worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
     }
 
-    /// What the engine holds and does not use yet in a sample of this instant: what was measured later may be missing there.
+    /// Returns the engine's bytes held but not used in a sample of this time: later measurements may not be part of it.
     pub(super) fn promised_at(&self, sampled_at: Timestamp) -> Bytes {
         let measured = self.ledger.measurement(ENGINE_TENANT);
         let promised = measured.map_or(Bytes::ZERO, |measured| {
@@ -216,7 +218,7 @@ impl State {
         }
     }
 
-    /// The size that a holder is on its way to.
+    /// Returns the size that a holder will have after its present change.
     fn goes_to(&self, lease: &Lease, held: Bytes) -> Bytes {
         match (&lease.phase, lease.kind) {
             (Phase::Revoking(revocation), _) => revocation.target.bytes,
@@ -233,7 +235,7 @@ impl State {
         }
     }
 
-    /// Bytes of all leases in transition that are expected back.
+    /// Returns the bytes that all leases in transition are expected to release.
     pub(super) fn coming_back(&self) -> Bytes {
         let (now, settle) = (self.now, self.params.shed.settle);
         let coming = self.leases.iter().map(|(id, lease)| {
@@ -244,7 +246,7 @@ impl State {
                 ..
             } = &lease.phase
             {
-                // The bytes that its holder may take until its term is over are not waited for before that.
+                // Bytes that its holder may use until the end of its term are not expected before that.
                 let over = unacknowledged.map_or(*since, |open| open.until);
                 let is_awaited = now <= over + settle && over <= now + settle;
                 return if is_awaited { held } else { Bytes::ZERO };
@@ -254,9 +256,9 @@ impl State {
         coming.fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// Bytes that holders have been asked for and have not given back, by what they use.
+    /// Returns the used bytes that holders were asked for and have not released.
     ///
-    /// At Critical only the engine is waited for any longer than the settle time.
+    /// At Critical, only the engine is waited for beyond the settle time.
     pub(super) fn physically_coming_back(&self, level: PressureLevel) -> Bytes {
         let patient = level < PressureLevel::Critical;
         let is_awaited = |lease: &Lease| match (&lease.phase, lease.kind) {
@@ -280,7 +282,7 @@ impl State {
         coming.fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// The booking for a worker that now asks for itself.
+    /// Returns the booking for a worker that now requests its lease itself.
     pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
         let worker = self
             .workers
@@ -290,14 +292,14 @@ impl State {
         matches!(want.kind, WantKind::Lease(_)).then(|| (id, self.ledger.held_by(id)))
     }
 
-    /// Whether a request by this name is that of a worker which holds a lease of its own, and runs.
+    /// Whether a request under this name is that of a running worker with `own_lease`.
     pub(super) fn asks_for_itself(&self, name: &str) -> bool {
         let worker = self.workers.get(name);
         worker.is_some_and(|worker| worker.params.own_lease && worker.is_up())
     }
 
-    /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
-    /// they were not measured they may have grown into any space.
+    /// Whether the workers taken over are measured, and a later sample shows the remaining memory: while unmeasured
+    /// they may have grown without bound.
     pub(super) fn taken_over_are_measured(&self) -> bool {
         self.workers.values().all(|worker| {
             let Some(at) = worker.run().and_then(|run| run.taken_over_at) else {
@@ -310,7 +312,7 @@ impl State {
         })
     }
 
-    /// How long a holder has that is asked for less; a worker that is notified of pressure has longer.
+    /// Returns the time that a holder has to reach a lower target; longer for a worker notified of pressure.
     pub(super) fn target_span(&self, id: LeaseId) -> Duration {
         let shed = &self.params.shed;
         self.leases.get(id).map_or(shed.settle, |lease| {
@@ -322,7 +324,7 @@ impl State {
         })
     }
 
-    /// The bytes that a worker which has come down after a notification lacks to its steady size.
+    /// Returns the bytes that a worker shrunk by a notification lacks to its steady size.
     pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
         let id = worker
             .lease()
@@ -333,10 +335,10 @@ impl State {
     }
 }
 
-/// How long a worker that was taken over may stay unmeasured before the LLM is loaded beside it all the same: four of the
-/// slowest samples.
+/// Time after which the LLM is loaded even if a worker taken over is still unmeasured: four sampling intervals of
+/// maximum length.
 const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 
-/// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
-/// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
+/// Minimum time for a worker of any class: programs that watch memory pressure usually use averages of 100 ms within 1
+/// s (systemd's `MemoryPressureThresholdSec=`), and releasing 1 GiB took 151 ms.
 const NOTIFIED_DEADLINE_MIN: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! State of one worker: its phase, the process that runs, and what it rests or changes for.
+//! State of one worker: phase, process, rest, pending change.
 //!
 //! ```text
 //!   stopped ── wanted ──► awaiting memory ── booked ──► starting ──► ready ◄──► (variants)
@@ -8,8 +8,8 @@
 //!                                        └── too often ──► degraded
 //! ```
 //!
-//! A worker that is to end although no memory is short *winds down* first: APIs send it nothing new, what it does is
-//! finished, and only then it is stopped. One that was stopped for being idle is *asleep*: a request starts it.
+//! A worker that is to end without a memory shortage *winds down* first: APIs send it no new requests, it completes the
+//! running ones, and then it is stopped. A worker stopped for being idle is *asleep*: a request starts it.
 
 mod breath;
 mod exit;
@@ -38,64 +38,64 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// A worker as the arbiter knows it.
+/// The arbiter's view of a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Worker {
     pub(super) params: WorkerParams,
     phase: Phase,
-    /// Whether it is to run.
+    /// Whether it should run.
     wanted: bool,
-    /// When its turn at the start of the supervisor came.
+    /// Time of its turn at the start of the supervisor.
     begun_at: Option<Timestamp>,
     pub(super) requests: u32,
     pub(super) idle_since: Timestamp,
     pub(super) restart: Restart,
-    /// How often it was recycled for its size.
+    /// Number of times it was recycled for its size.
     recycles: u32,
     pub(super) history: WorkerHistory,
     pub(super) last_death: Option<DeathSummary>,
     #[serde(default)]
     returns: Returns,
-    /// How long its last start took.
+    /// Duration of its last start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     took: Option<Duration>,
 }
 
-/// How often a worker that was stopped to make room was wanted again at once.
+/// Early returns of a worker that was stopped to make room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Returns {
-    /// When it was last stopped to make room.
+    /// Time of the last stop to make room.
     shed_at: Option<Timestamp>,
-    /// Stops in a row after which it was up again within [`RETURN_SOON`].
+    /// Consecutive stops after which it was ready again within [`RETURN_SOON`].
     in_a_row: u32,
 }
 
-/// A worker's place in its life.
+/// Phase of a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
-    /// Does not run; for rest, or because its turn has not come.
+    /// Not running: at rest, or before its turn.
     Stopped(Option<Rest>),
     AwaitingMemory,
     BackingOff {
         until: Timestamp,
     },
-    /// Failed too often, or in a way that only an operator can cure.
+    /// Failed too often, or in a way that requires an operator.
     Degraded,
-    /// Has a process, and a lease.
+    /// Has a process and a lease.
     Running(Box<Run>),
 }
 
-/// The consequence of an operator's command.
+/// Consequence of an operator's command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Commanded {
     Start,
     Stop(StopReason),
-    /// It did not run, and is not to be started.
+    /// It did not run and is not to be started.
     Withdraw,
     Nothing,
 }
 
-/// A step that a ready worker takes by itself.
+/// A step taken for a ready worker depending on its load.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RestStep {
     Stop(StopReason),
@@ -103,18 +103,18 @@ pub(super) enum RestStep {
         variant: String,
         idle: Duration,
     },
-    /// It is at work, and goes back to this variant, for it had been made small for being idle.
+    /// It has work again and returns to the variant it had before it was shrunk for being idle.
     Grow {
         variant: String,
     },
 }
 
-/// The lesson of a worker's high water.
+/// An observation of a worker's peak memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lesson {
-    /// It has used so much.
+    /// Peak seen so far.
     Seen(Bytes),
-    /// A whole start took so much.
+    /// Peak of a complete start.
     Lived(Bytes),
 }
 
@@ -136,7 +136,7 @@ impl Worker {
         }
     }
 
-    /// Takes over other settings; returns whether they are others.
+    /// Applies new settings; returns whether they differ.
     pub(super) fn renew(&mut self, params: &WorkerParams) -> bool {
         let differ = self.params != *params;
         if differ {
@@ -185,7 +185,7 @@ impl Worker {
         self.ready().is_some()
     }
 
-    /// Starting or ready.
+    /// Whether it is starting or ready.
     pub(super) fn is_up(&self) -> bool {
         self.run().is_some_and(|run| run.stopping().is_none())
     }
@@ -198,7 +198,7 @@ impl Worker {
         matches!(self.phase, Phase::AwaitingMemory)
     }
 
-    /// Ready, and not asked to change.
+    /// Whether it is ready and not changing.
     pub(super) fn is_settled(&self) -> bool {
         self.is_ready() && self.run().is_some_and(|run| run.resizing.is_none())
     }
@@ -215,7 +215,7 @@ impl Worker {
         self.params.steady_of(self.variant())
     }
 
-    /// The largest variant that is smaller than the present one and needs no more than is `held` to get there.
+    /// Returns the largest variant that is smaller than the present one and whose peak fits into `held`.
     pub(super) fn smaller_variant(&self, held: Bytes) -> Option<&str> {
         let steady = self.steady();
         let variants = self.params.variants.iter();
@@ -225,7 +225,7 @@ impl Worker {
             .map(|variant| variant.name.as_str())
     }
 
-    /// Why it does not run, when that is for rest.
+    /// Returns the reason for which it is at rest.
     pub(super) const fn rest(&self) -> Option<Rest> {
         match self.phase {
             Phase::Stopped(rest) => rest,
@@ -248,27 +248,27 @@ impl Worker {
         self.ready().is_some_and(|ready| ready.ignores_pressure)
     }
 
-    /// Whether it was stopped to make room, and comes back.
+    /// Whether it was stopped to make room and will return.
     pub(super) const fn was_shed(&self) -> bool {
         self.wanted && matches!(self.phase, Phase::Stopped(Some(Rest::Shed)))
     }
 
-    /// Whether it sleeps until a request comes.
+    /// Whether it is asleep until the next request.
     pub(super) const fn is_asleep(&self) -> bool {
         self.wanted && matches!(self.phase, Phase::Stopped(Some(Rest::Idle)))
     }
 
-    /// Whether it is to run.
+    /// Whether it should run.
     pub(super) const fn is_wanted(&self) -> bool {
         self.wanted
     }
 
-    /// Whether its turn at the start of the supervisor is still to come.
+    /// Whether its turn at the start of the supervisor is still ahead.
     pub(super) const fn awaits_its_turn(&self) -> bool {
         self.begun_at.is_none() && self.params.start.autostart
     }
 
-    /// Whether it is to be started in its turn.
+    /// Whether it waits to be started in its turn.
     pub(super) const fn awaits_its_start(&self) -> bool {
         self.wanted && self.begun_at.is_none() && matches!(self.phase, Phase::Stopped(_))
     }
@@ -281,7 +281,7 @@ impl Worker {
         ) && !self.awaits_its_turn()
     }
 
-    /// The worker's size after the present change.
+    /// Returns its size after the present change.
     pub(super) fn stays(&self, held: Bytes) -> Bytes {
         let Some(run) = self.run() else { return held };
         match (&run.stage, &run.resizing) {
@@ -291,8 +291,8 @@ impl Worker {
         }
     }
 
-    /// The need of its start beyond what it holds, of its `peak`; nothing unless it is to be started without waiting in
-    /// the queue.
+    /// Returns the bytes that its next start needs beyond `held`, for a start that takes `peak`; `None` unless it will
+    /// start without waiting in the queue.
     pub(super) fn returns_for(&self, peak: Bytes, held: Bytes) -> Option<Bytes> {
         if !self.wanted {
             return None;
@@ -302,7 +302,7 @@ impl Worker {
             Phase::Stopped(_) => self.awaits_its_turn().then_some(peak),
             Phase::Running(run) => match &run.stage {
                 Stage::Starting => false,
-                // Its next request will take as much as the last ones did.
+                // Its next request will take as much as the last ones.
                 Stage::Ready(ready) if !ready.is_outgrown() => {
                     let more = ready.breath.need().saturating_sub(held);
                     return (more > Bytes::ZERO).then_some(more);
@@ -315,12 +315,12 @@ impl Worker {
         }
     }
 
-    /// Its turn at the start is over, whether or not it came up.
+    /// Whether its turn at the start is over, successful or not.
     pub(super) fn has_come_up(&self, now: Timestamp) -> bool {
         self.begun_at.is_some() && self.comes_up_by(now).is_none()
     }
 
-    /// When its turn at the start is over, while it is on.
+    /// Returns the end of its turn at the start, during that turn.
     fn comes_up_by(&self, now: Timestamp) -> Option<Timestamp> {
         let is_on = match &self.phase {
             Phase::AwaitingMemory => true,
@@ -331,14 +331,14 @@ impl Worker {
         (by > now).then_some(by)
     }
 
-    /// It is to run, and waits for memory.
+    /// Marks it as wanted and waiting for memory.
     pub(super) fn want(&mut self, now: Timestamp) {
         self.wanted = true;
         self.begun_at.get_or_insert(now);
         self.phase = Phase::AwaitingMemory;
     }
 
-    /// It is started into `lease`, in its first variant.
+    /// Starts it into `lease`, in its first variant.
     pub(super) fn start(&mut self, lease: LeaseId, now: Timestamp) {
         self.history.starts = self.history.starts.saturating_add(1);
         let variant = self
@@ -349,7 +349,7 @@ impl Worker {
         self.phase = Phase::Running(Box::new(Run::new(lease, variant, now)));
     }
 
-    /// It runs since an earlier run of the supervisor.
+    /// Takes it over from an earlier run of the supervisor.
     pub(super) fn adopt(&mut self, booked: &BookedRun, lease: LeaseId, pid: u32, now: Timestamp) {
         self.begun_at = Some(now);
         self.history.starts = self.history.starts.max(1);
@@ -357,22 +357,22 @@ impl Worker {
         self.phase = Phase::Running(Box::new(Run::adopted(booked, lease, pid, resizes, now)));
     }
 
-    /// Takes its wanted state from an earlier run, whether or not it is still alive.
+    /// Restores its wanted state and history from an earlier run, running or not.
     pub(super) fn restore(&mut self, booked: &BookedWorker, now: Timestamp) {
         self.wanted = booked.wanted;
         self.history = booked.history.clone();
         let rest = if self.params.start.autostart && !booked.wanted {
-            // Only an operator takes back that a worker is to run by itself.
+            // Only an operator disables a worker that starts automatically.
             Some(Rest::Operator)
         } else {
             booked.stopped_to_shed.then_some(Rest::Shed)
         };
-        // The turn of one that rests has been, and those behind it do not wait for it.
+        // A resting worker has had its turn, so that those behind it do not wait for it.
         self.begun_at = rest.map(|_| now);
         self.phase = Phase::Stopped(rest);
     }
 
-    /// Its part of the book for the next run; `held` is what is on the book for it.
+    /// Returns its entry for the next run; `held` is the size of its lease.
     pub(super) fn booked(&self, held: Bytes) -> BookedWorker {
         BookedWorker {
             name: self.params.name.clone(),
@@ -383,7 +383,7 @@ impl Worker {
         }
     }
 
-    /// It answers. Returns how long that took, or `None` if it was not being started.
+    /// Marks it as ready. Returns the duration of the start, or `None` if it was not starting.
     pub(super) fn answered(&mut self, pid: u32, now: Timestamp) -> Option<Duration> {
         let took = self.run_mut()?.answered(pid, now)?;
         self.idle_since = now;
@@ -400,18 +400,18 @@ impl Worker {
         Some(took)
     }
 
-    /// How long a start takes: as long as the last one did.
+    /// Returns the expected duration of a start: that of the last one.
     pub(super) fn reload(&self) -> Duration {
         self.took.unwrap_or(self.params.start.reload)
     }
 
-    /// How long it has answered since its start.
+    /// Returns the time since it became ready.
     pub(super) fn has_run(&self, now: Timestamp) -> Duration {
         let ready = self.ready();
         ready.map_or(Duration::ZERO, |ready| now.saturating_since(ready.at))
     }
 
-    /// Its process has died; its exit follows.
+    /// Records the death of its process; the exit event follows.
     pub(super) fn died(&mut self, summary: DeathSummary) {
         if let Some(run) = self.run_mut() {
             run.needs_operator = summary.needs_operator;
@@ -419,7 +419,7 @@ impl Worker {
         self.last_death = Some(summary);
     }
 
-    /// It has so many requests. Returns whether it begins to work.
+    /// Records its number of requests. Returns whether it starts working.
     pub(super) fn works(&mut self, requests: u32, now: Timestamp) -> bool {
         if self.requests > 0 && requests == 0 {
             self.idle_since = now;
@@ -432,20 +432,21 @@ impl Worker {
         begins
     }
 
-    /// The most that its last requests have taken; nothing before the first.
+    /// Returns the peak of its last requests; zero before the first.
     pub(super) fn breathes_to(&self) -> Bytes {
         self.ready()
             .map_or(Bytes::ZERO, |ready| ready.breath.need())
     }
 
-    /// Until when it is not stopped again to make room: one that was wanted at once each time is not worth it.
+    /// Returns the end of the time in which it is not stopped again to make room, because earlier stops were followed
+    /// by early returns.
     pub(super) fn not_worth_stopping_until(&self) -> Option<Timestamp> {
         let ready_at = self.ready()?.at;
         let times = self.returns.in_a_row.checked_sub(1)?;
         Some(ready_at + RETURN_DWELL.saturating_mul(1 << times))
     }
 
-    /// Its process is gone. Returns its run, and what follows; `None` if there was none.
+    /// Records the end of its process. Returns its run and the consequence; `None` if there was no run.
     pub(super) fn exited(
         &mut self,
         intended: bool,
@@ -484,7 +485,7 @@ impl Worker {
         AfterExit::Failed { needs_operator }
     }
 
-    /// Takes an operator's command, and returns what it leads to.
+    /// Applies an operator's command and returns its consequence.
     pub(super) fn command(&mut self, command: WorkerCommand, now: Timestamp) -> Commanded {
         let (up, waiting) = (self.is_up(), self.is_waiting());
         let stopping = self.run_mut().and_then(Run::stopping_mut);
@@ -520,7 +521,7 @@ impl Worker {
         }
     }
 
-    /// It has changed, or kept its variant. Returns what was asked of it, or `None` if it is not ready.
+    /// Records the end of a change of variant. Returns the requested change, or `None` if it is not ready.
     pub(super) fn changed(
         &mut self,
         variant: &str,
@@ -531,7 +532,7 @@ impl Worker {
         self.run_mut()?.changed((variant, smaller), failed, now)
     }
 
-    /// It has not come down although it was asked to. Returns whether it is ready.
+    /// Records that it did not shrink after a request. Returns whether it is ready.
     pub(super) fn ignored_pressure(&mut self) -> bool {
         let ready = self.ready_mut();
         ready.is_some_and(|ready| {
@@ -540,7 +541,7 @@ impl Worker {
         })
     }
 
-    /// Takes what is due at `now`: why it is to be stopped, or nothing where it is to be started again.
+    /// Takes the step due at `now`: a reason to stop it, or `None` to start it again.
     pub(super) fn take_due(&mut self, now: Timestamp) -> Option<Option<StopReason>> {
         let (_, due) = self.due().filter(|(at, _)| *at <= now)?;
         if let Some(run) = self.run_mut().filter(|run| run.stopping().is_some()) {
@@ -549,7 +550,7 @@ impl Worker {
         Some(due)
     }
 
-    /// What is due, and when.
+    /// Returns the next step and its time.
     fn due(&self) -> Option<(Timestamp, Option<StopReason>)> {
         match &self.phase {
             Phase::BackingOff { until } => Some((*until, None)),
@@ -562,11 +563,11 @@ impl Worker {
     }
 }
 
-/// A worker that is up again so soon after it was stopped to make room was needed (our choice: twice the time that a large
-/// model takes to load).
+/// Time within which a return after a stop to make room counts as early. Our choice: twice the load time of a large
+/// model.
 const RETURN_SOON: Duration = Duration::from_secs(60);
 
-/// How long it is not stopped after the first such return; doubled with each further one, up to [`RETURNS_MAX`] of them.
+/// Time without stops after the first early return; doubled with each further one, up to [`RETURNS_MAX`] of them.
 const RETURN_DWELL: Duration = Duration::from_secs(10);
 const RETURNS_MAX: u32 = 6;
 

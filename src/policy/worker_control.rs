@@ -1,6 +1,6 @@
-//! Workers as a whole: who starts when.
+//! All workers: order of starts.
 //!
-//! The arbiter books memory and sends actions; what each worker is at is in [`worker`](super::worker).
+//! The arbiter books memory and sends actions; the state of each worker is in [`worker`](super::worker).
 
 use std::collections::BTreeMap;
 
@@ -10,14 +10,14 @@ use cotenant_units::Timestamp;
 /// All workers of the configuration, by name.
 pub(super) type Workers = BTreeMap<String, Worker>;
 
-/// Whether one is being stopped: one at a time is enough.
+/// Whether a worker is being stopped: only one is stopped at a time.
 pub(super) fn is_any_stopping(workers: &Workers) -> bool {
     workers.values().any(Worker::is_stopping)
 }
 
-/// The worker to be started next. At the start of the supervisor the engine comes first, since it has the largest
-/// allocations, but for workers that are to come before it; then the workers, one after the other, each when the one
-/// before answers or has had its time, and when all are up that it comes after.
+/// Returns the worker to start next. At the start of the supervisor the engine precedes the workers, except those with
+/// `before_engine`, since it has the largest allocations; then the workers start one after the other, each once the
+/// previous one is ready or its time is over, and the workers in its `after` list are up.
 pub(super) fn next_to_start(workers: &Workers, engine_is_up: bool, now: Timestamp) -> Option<&str> {
     let mut order: Vec<&Worker> = workers
         .values()
@@ -51,7 +51,7 @@ pub(super) fn next_to_start(workers: &Workers, engine_is_up: bool, now: Timestam
     None
 }
 
-/// Whether all workers that come before the engine are up, or have had their time.
+/// Whether all workers that start before the engine are up, or their time is over.
 pub(super) fn first_are_up(workers: &Workers, now: Timestamp) -> bool {
     let mut first = workers
         .values()
