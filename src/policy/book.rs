@@ -1,9 +1,9 @@
-//! Part of the ledger that outlives a run.
+//! State that outlives a run.
 //!
-//! A supervisor that is killed takes its clock, its queue and the engine with it; the leases of tenants and the workers
-//! go on. So this is less than a [checkpoint](super::arbiter::Checkpoint): no time and nothing that is under way, only
-//! who holds how much, and what was wanted of the workers. The next run takes it as its first
-//! [event](super::event::Event::Recovered), together with the workers that it found alive.
+//! When a supervisor is killed, its clock, queue and engine are lost; tenants' leases and workers continue. Therefore a
+//! book contains less than a [checkpoint](super::arbiter::Checkpoint): no time and nothing in progress, only the leases
+//! and the wanted state of the workers. The next run receives it as its first [event](super::event::Event::Recovered),
+//! with the workers found running.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use serde::{Deserialize, Serialize};
@@ -11,21 +11,21 @@ use serde::{Deserialize, Serialize};
 use super::lease::{LeaseId, LeaseRequest};
 use cotenant_units::Bytes;
 
-/// The state that the next run needs of this one.
+/// The part of the state that the next run needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Book {
-    /// The last numbers given out, so that none is given out twice.
+    /// Last numbers assigned, so that none is reused.
     pub last: LastNumbers,
-    /// Leases of tenants that are held; not those that have ended.
+    /// Held leases of tenants.
     pub leases: Vec<BookedLease>,
-    /// Leases of tenants that have ended, and whose holders may not have heard of it.
+    /// Ended leases of tenants whose holders may not have been notified.
     #[serde(default)]
     pub ended: Vec<BookedLease>,
     /// All workers of the configuration.
     pub workers: Vec<BookedWorker>,
 }
 
-/// The last numbers given out.
+/// Last numbers assigned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LastNumbers {
     pub lease: u64,
@@ -38,13 +38,13 @@ pub struct LastNumbers {
 pub struct BookedLease {
     pub id: LeaseId,
     pub generation: u64,
-    /// On the book; what it was asked to give back and has not is still in it.
+    /// Bytes in the ledger, including those of an unmet target.
     pub held: Bytes,
-    /// The least that is of use to the holder.
+    /// Minimum useful size.
     pub min: Bytes,
-    /// The most that is of use to the holder.
+    /// Maximum useful size.
     pub max: Bytes,
-    /// What was asked at first: tenant, class, term, who asked.
+    /// The original request: tenant, class, term, peer.
     pub request: LeaseRequest,
 }
 
@@ -53,66 +53,66 @@ pub struct BookedLease {
 pub struct BookedWorker {
     pub name: String,
     pub wanted: bool,
-    /// It was stopped to make room, and comes back when there is room.
+    /// Whether it was stopped to make room and returns when there is room.
     pub stopped_to_shed: bool,
-    /// What is on the book while it runs.
+    /// Its run, if any.
     #[serde(flatten)]
     pub run: BookedRun,
-    /// What has happened to it.
+    /// Its starts and failures.
     #[serde(flatten)]
     pub history: WorkerHistory,
 }
 
-/// A worker that runs.
+/// The run of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BookedRun {
-    /// Its lease and what is on the book, while it runs.
+    /// Its lease and the bytes held, while it runs.
     pub lease: Option<(LeaseId, Bytes)>,
-    /// Whether it has answered, to this run or to one before.
+    /// Whether it was ready in this run of the supervisor or an earlier one.
     pub ready: bool,
     pub variant: Option<String>,
-    /// The change of variant that it was asked for and has not confirmed.
+    /// Requested and unconfirmed change of variant.
     pub change: Option<BookedChange>,
-    /// Why it was asked to stop, if it was.
+    /// Purpose of a requested stop.
     pub stop: Option<BookedStop>,
-    /// The variant that it had before it was made smaller to make room.
+    /// The variant before it was shrunk to make room.
     pub variant_before_shed: Option<String>,
 }
 
-/// The history of a worker.
+/// Starts and failures of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerHistory {
     pub starts: u32,
     pub failures: u32,
-    /// The last exit, in words.
+    /// The last exit, as text.
     pub last_exit: Option<String>,
 }
 
-/// A change of variant under way.
+/// A change of variant in progress.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BookedChange {
     pub variant: String,
-    /// Whether it was to make room.
+    /// Whether its purpose is to make room.
     pub to_shed: bool,
 }
 
-/// The step after the end of a worker that was asked to stop.
+/// The step after a requested stop of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BookedStop {
-    /// It was to be started again.
+    /// Start it again.
     Again,
-    /// Nothing: an operator had asked for it.
+    /// None: an operator requested the stop.
     ForGood,
-    /// It was to come back when there is room.
+    /// Start it when there is room.
     ToShed,
 }
 
-/// A worker of the last run that was found alive.
+/// A worker of the previous run that is still running.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdoptedWorker {
     pub worker: String,
     pub pid: u32,
-    /// The variant that it was started with.
+    /// The variant it was started with.
     pub variant: Option<String>,
 }

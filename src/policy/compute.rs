@@ -1,40 +1,40 @@
-//! Which device computes the LLM, and how.
+//! Device and threads that compute the LLM.
 
-/// What computes the LLM.
+/// Device that computes the LLM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// A GPU where there is one that can, else the CPU.
+    /// A usable GPU if there is one, otherwise the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// A GPU by CUDA, or nothing.
+    /// A GPU with CUDA; no fallback.
     Cuda,
 }
 
-/// Where weights lie for a GPU.
+/// Location of weights for a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CudaMemory {
-    /// Mapped where GPU and CPU share memory and it reads weights there as fast, else on the device.
+    /// Mapped if GPU and CPU share memory and the GPU reads mappings as fast, otherwise on the device.
     #[default]
     Auto,
-    /// In memory of the GPU.
+    /// Memory of the GPU.
     Device,
-    /// In mappings of this process, which the GPU reads where they lie.
+    /// Mappings of this process, read by the GPU in place.
     Mapped,
 }
 
 /// Kernels for prompts on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CudaKernels {
-    /// Tensor cores, where a comparison at the start shows that they compute the same.
+    /// Tensor cores, if a comparison at the start shows equal results.
     #[default]
     Auto,
     /// Without tensor cores.
     Plain,
 }
 
-/// What is configured of it.
+/// Configuration of the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceSettings {
     /// `llm.device`.
@@ -45,16 +45,16 @@ pub struct DeviceSettings {
     pub kernels: CudaKernels,
 }
 
-/// What computes: a device, and threads of the CPU where that is the one.
+/// A device, and the number of CPU threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compute {
-    /// Threads, the calling one included; at least 1.
+    /// Threads, including the calling one; at least 1.
     pub threads: usize,
-    /// Which device.
+    /// The device.
     pub device: DeviceSettings,
 }
 
-/// The CPU alone, with so many threads.
+/// The CPU alone, with this number of threads.
 impl From<usize> for Compute {
     fn from(threads: usize) -> Self {
         Self {

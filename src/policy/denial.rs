@@ -14,34 +14,34 @@ use super::{
 };
 use cotenant_units::{Bytes, TimeSpan};
 
-/// Stands for the tenant where an operator asks for a shed; no tenant has a name with a space.
+/// Name of an operator in place of a tenant; tenants have no space in their names.
 pub const OPERATOR: &str = "an operator";
 
 /// Why a request was not granted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "denial")]
 pub enum Denial {
-    /// Does not fit now, and not after everything that can be reclaimed for this class.
+    /// Does not fit, even after reclaiming everything that this class may.
     #[error("{}", lacks(tenant, *asked, *free, *reclaimable, *budget, holders))]
     InsufficientMemory {
         tenant: String,
-        /// Least bytes asked for.
+        /// Minimum bytes requested.
         asked: Bytes,
         /// Budget minus everything held or unaccounted.
         free: Bytes,
-        /// What others could give back for this class.
+        /// Reclaimable bytes for this class.
         reclaimable: Bytes,
         budget: Bytes,
         holders: Holders,
     },
-    /// Would not fit into an empty budget.
+    /// Exceeds the whole budget.
     #[error("cannot grant {asked} to `{tenant}`: the whole budget is {budget}")]
     ExceedsBudget {
         tenant: String,
         asked: Bytes,
         budget: Bytes,
     },
-    /// The request's own figures contradict each other, a limit, or the state of what it names.
+    /// The request contradicts itself, a limit, or the state of an object it names.
     #[error("cannot take the request of `{tenant}`: {field}: `{value}` {problem}")]
     Invalid {
         tenant: String,
@@ -49,7 +49,7 @@ pub enum Denial {
         value: String,
         problem: Problem,
     },
-    /// The same request id came before with other content.
+    /// The request id was used before with other content.
     #[error(
         "cannot take request `{request_id}` of `{tenant}`: the id was used before with other content"
     )]
@@ -61,33 +61,33 @@ pub enum Denial {
         what: Quota,
         limit: u64,
     },
-    /// No such lease, or it has ended; an expired lease does not come back.
+    /// No such lease, or it has ended; an expired lease is not restored.
     #[error("lease {lease} is unknown or has ended")]
     UnknownLease {
-        /// As the caller named it.
+        /// Name given by the caller.
         lease: String,
     },
     /// A waiting call was replaced by a later one for the same lease.
     #[error("cannot resize lease {lease}: a later call of its holder has replaced this one")]
     Replaced { lease: String },
-    /// The lease was granted again since: a holder of the old generation holds nothing.
+    /// The lease was granted again: the old generation is void.
     #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
     StaleGeneration {
         lease: String,
-        /// What the caller carries.
+        /// Generation of the caller.
         generation: u64,
-        /// What is in force.
+        /// Present generation.
         current: u64,
     },
     /// The lease belongs to another holder.
     #[error("lease {lease} cannot be changed by uid {uid}: {problem}")]
     NotHolder {
         lease: String,
-        /// Of the caller.
+        /// User of the caller.
         uid: u32,
         problem: NotHolder,
     },
-    /// The last sample of the machine is older than a grant accepts.
+    /// The last sample of the machine is too old for a grant.
     #[error(
         "cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
         age.as_secs_f64(),
@@ -99,7 +99,7 @@ pub enum Denial {
         age: Duration,
         limit: Duration,
     },
-    /// Under this pressure nothing is admitted for this class.
+    /// This class is not admitted at the present level.
     #[error(
         "cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal"
     )]
@@ -109,20 +109,20 @@ pub enum Denial {
         class: Class,
         level: PressureLevel,
     },
-    /// The engine does not grow back.
+    /// The engine cannot grow.
     #[error("cannot grow back: {wait}")]
     NotGrowing { wait: GrowthWait },
-    /// The supervisor takes nothing new.
+    /// The supervisor drains.
     #[error("cannot grant {asked} to `{tenant}`: the supervisor is draining")]
     Draining { tenant: String, asked: Bytes },
 }
 
-/// The holders of what is missing.
+/// The holders of the missing memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holders {
     pub class: Class,
     pub shares: Vec<Share>,
-    /// Used and held by no tenant.
+    /// Used, but held by no tenant.
     pub unaccounted: Bytes,
 }
 
@@ -151,7 +151,7 @@ pub enum NotHolder {
     Supervisor,
     #[error("it belongs to uid {uid}")]
     OwnedBy { uid: u32 },
-    /// It has ended unacknowledged, and keeps `held` for so long.
+    /// It has ended unacknowledged, and keeps `held` for `left`.
     #[error(
         "it has ended and belongs to uid {uid}; its {held} are kept for {:.1} s more unless its holder acknowledges \
          the end",
@@ -162,7 +162,7 @@ pub enum NotHolder {
         held: Bytes,
         left: Duration,
     },
-    /// Another process waits for it by the same request id.
+    /// Another process waits for it with the same request id.
     #[error(
         "{} waits for it by the same request id",
         pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"))
@@ -170,7 +170,7 @@ pub enum NotHolder {
     Awaited { pid: Option<u32> },
 }
 
-/// The fault of a value.
+/// Fault of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Problem {
@@ -184,23 +184,23 @@ pub enum Problem {
     AboveLimit { limit: Duration },
     #[error("has {bytes} bytes and may have {limit}")]
     TooLong { bytes: usize, limit: u32 },
-    /// A name that is empty or has control characters.
+    /// A name that is empty or contains control characters.
     #[error("is empty or has control characters")]
     Unprintable,
-    /// A name of the supervisor's own holders.
+    /// A name reserved for the supervisor's own holders.
     #[error("is the name of a holder of ours")]
     OwnHolder,
-    /// A name with marks that tell processes of one name apart.
+    /// A name with the suffixes that distinguish processes of one name.
     #[error("has `{}` or `{}` in it, which distinguish processes of one name", marks.0, marks.1)]
     Marked { marks: (String, String) },
-    /// More than the target that the lease is under.
+    /// More than the present target of the lease.
     #[error("is above {target}, to which the lease has been asked to come down")]
     AboveTarget { target: Bytes },
     #[error("is not configured")]
     NotConfigured,
     #[error("no engine is configured")]
     NoEngine,
-    /// The engine is loading, or failed to change a moment ago.
+    /// The engine is loading, or failed to change recently.
     #[error("the engine is loading, or failed to change a moment ago; it will be kept so later")]
     EngineBusy,
     #[error("was not applied as plan {revision}: {reason}")]
@@ -213,7 +213,7 @@ pub enum Problem {
     ChangingTo { variant: String },
     #[error("cannot change at present")]
     CannotChange,
-    /// A variant that was kept for this error.
+    /// A variant kept because of this error.
     #[error("was kept: {error}")]
     Kept { error: String },
     #[error("was asked for and not answered within {:.1} s", within.as_secs_f64())]
@@ -222,14 +222,14 @@ pub enum Problem {
     Exited { cause: String },
     #[error("is being stopped: {0}")]
     Stopping(Box<StopReason>),
-    /// A fault of settings, in the words of their check.
+    /// A fault of settings, as text of their check.
     #[serde(untagged)]
     #[error("{0}")]
     Text(String),
 }
 
 impl Denial {
-    /// A value of a request that is refused.
+    /// Creates the denial of an invalid value.
     #[must_use]
     pub fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: Problem) -> Self {
         Self::Invalid {
@@ -241,7 +241,7 @@ impl Denial {
     }
 }
 
-/// ` (a#1 holds 6 GiB, none of it for batch: interactive is more urgent; …)`, or nothing.
+/// ` (a#1 holds 6 GiB, none of it for batch: interactive is more urgent; …)`, or an empty string.
 impl fmt::Display for Holders {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {

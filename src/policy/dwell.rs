@@ -1,4 +1,4 @@
-//! Dwell after a shed, and the back-off of growth that does not stay.
+//! Dwell after a shed, and back-off of growth that is undone early.
 //!
 //! ```text
 //!   may grow ── shed ──► dwelling ── dwell over, or ended by an operator ──► may grow
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::decision::GrowthDecision;
 use cotenant_units::Timestamp;
 
-/// When something may grow back after a shed.
+/// Waiting time before growth after a shed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Dwell {
     /// The longest dwell before a back-off.
@@ -21,11 +21,11 @@ pub(super) struct Dwell {
     /// The shortest dwell; equals `span` if `budget.dwell` is set.
     #[serde(default)]
     least: Duration,
-    /// The last shed; nothing grows back within the dwell after it.
+    /// Time of the last shed; nothing grows within the dwell after it.
     shed_at: Option<Timestamp>,
-    /// The last time that something began to grow back, until it is shed again.
+    /// Start of the last growth, until it is shed again.
     grown_at: Option<Timestamp>,
-    /// How often in a row what had grown back was shed again soon.
+    /// Consecutive growths that were shed again early.
     regrets: u32,
     /// Duration of the engine's load, or of all its growths since the last shed.
     #[serde(default)]
@@ -36,30 +36,31 @@ pub(super) struct Dwell {
 }
 
 impl Dwell {
-    /// Before anything was shed.
+    /// Creates the state before the first shed.
     pub(super) fn new(span: Duration, by_growth: bool) -> Self {
         let mut dwell = Self::default();
         dwell.set_span(span, by_growth);
         dwell
     }
 
-    /// Waits for another time from now on.
+    /// Sets the dwell.
     pub(super) const fn set_span(&mut self, span: Duration, by_growth: bool) {
         self.span = span;
         self.least = if by_growth { LEAST } else { span };
     }
 
-    /// The dwell without a back-off.
+    /// Returns the dwell without a back-off.
     pub(super) fn base(&self) -> Duration {
         self.for_engine(self.span)
     }
 
-    /// The rest of the dwell; `None` when something may grow.
+    /// Returns the remaining dwell; `None` if growth is permitted.
     pub(super) fn left(&self, now: Timestamp) -> Option<Duration> {
         self.left_of(self.for_engine(self.backed_off(self.span)), now)
     }
 
-    /// The rest of the dwell of workers, whose starts cost their users more than their time; `None` when one may come back.
+    /// Returns the remaining dwell of workers, whose starts cost their users more than their duration; `None` if one
+    /// may return.
     pub(super) fn left_for_workers(&self, now: Timestamp) -> Option<Duration> {
         self.left_of(self.backed_off(self.base()), now)
     }
@@ -69,35 +70,35 @@ impl Dwell {
         (ends > now).then(|| ends.saturating_since(now))
     }
 
-    /// When something may grow, or something more, if that is ahead.
+    /// Returns the next time at which more growth is permitted.
     pub(super) fn ends(&self, now: Timestamp) -> Option<Timestamp> {
         let left = self.left(now).or_else(|| self.left_for_workers(now));
         left.map(|left| now + left)
     }
 
-    /// A shed was asked for, or memory came back by one.
+    /// Starts the dwell: a shed was requested, or freed memory.
     pub(super) const fn begin(&mut self, now: Timestamp) {
         self.shed_at = Some(now);
         self.continues = false;
     }
 
-    /// Whether it began at `at`, and nothing was shed since.
+    /// Whether it started at `at`, without a later shed.
     pub(super) fn began_at(&self, at: Timestamp) -> bool {
         self.shed_at == Some(at)
     }
 
-    /// Ends it: what was shed last is wanted back.
+    /// Ends the dwell: the memory shed last is needed again.
     pub(super) const fn end(&mut self) {
         self.shed_at = None;
     }
 
-    /// Ends it and the back-off, as an operator may.
+    /// Ends the dwell and the back-off, on an operator's command.
     pub(super) const fn forget(&mut self) {
         self.shed_at = None;
         self.regrets = 0;
     }
 
-    /// Something begins to grow back.
+    /// Records the start of a growth.
     pub(super) const fn grown(&mut self, now: Timestamp) {
         self.grown_at = Some(now);
     }
@@ -109,7 +110,7 @@ impl Dwell {
         self.continues = true;
     }
 
-    /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
+    /// Records a shed of regrown memory: if that has not stayed for the dwell, the next growth waits longer.
     pub(super) fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
         let stayed = now.saturating_since(self.grown_at.take()?);
         if stayed >= self.base() {
@@ -125,22 +126,22 @@ impl Dwell {
         dwell.saturating_mul(1 << self.regrets)
     }
 
-    /// Limits a dwell to ten times the cost of a needless growth of the engine.
+    /// Limits a dwell to ten times the duration of a needless growth of the engine.
     fn for_engine(&self, dwell: Duration) -> Duration {
         let worth = self.took.map(|took| took.saturating_mul(WORTH));
         worth.map_or(dwell, |worth| dwell.min(worth.max(self.least)))
     }
 }
 
-/// A needless growth takes at most a tenth of the time until the next one. Our choice: the engine that waits reads as much for
-/// each token.
+/// Inverse of the maximum share of time spent on needless growth, a tenth. Our choice: a waiting engine reads as much
+/// for each token.
 const WORTH: u32 = 10;
 
 /// The shortest dwell if `budget.dwell` is not set. Our choice: a listener perceives 1 s as a pause.
 const LEAST: Duration = Duration::from_secs(1);
 
-/// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
-/// one needless growth in eight minutes, and one that does not come back is noticed within them.
+/// Maximum number of doublings: eight times 60 s. Our choice: a process that comes and goes for hours costs one
+/// needless growth in eight minutes, and the end of one is noticed within them.
 const REGRETS_MAX: u32 = 3;
 
 #[cfg(test)]

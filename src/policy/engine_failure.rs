@@ -1,4 +1,4 @@
-//! Failure of the LLM: its cure, and when it is tried again.
+//! Failure of the LLM: its cure, and the next attempt.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::fmt;
@@ -11,20 +11,20 @@ use cotenant_units::Timestamp;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cure {
-    /// Loading it again: the process or the device broke down. Tried as often as the restart settings allow.
+    /// Load it again: the process or the device failed. Attempts are limited by the restart settings.
     #[default]
     Reload,
-    /// Time: its file could not be read, or the system lacked something. The header is read again, with back-off, for as long
-    /// as that takes.
+    /// Wait: its file could not be read, or the system lacked a resource. The header is read again with back-off,
+    /// without limit.
     Reread,
-    /// A change of the file, the settings or the machine: no attempt succeeds before.
+    /// Change the file, the settings or the machine: no attempt succeeds before that.
     Change {
-        /// The change that is needed; empty where the reason says it.
+        /// The required change; empty if the reason contains it.
         remedy: String,
     },
 }
 
-/// Failure of the LLM, as others see it.
+/// A failure of the LLM, for users.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineFailure {
     pub reason: String,
@@ -39,17 +39,17 @@ pub enum NextTry {
     Now,
     /// At this instant.
     At(Timestamp),
-    /// When the disk has answered the reads that hang.
+    /// Once the disk has completed the hanging reads.
     WhenDiskAnswers,
-    /// None until the file changes or an operator asks for it: the failure is permanent.
+    /// None until the file changes or an operator requests it: the failure is permanent.
     Never {
-        /// Empty where the reason says it.
+        /// Empty if the reason contains it.
         remedy: String,
     },
 }
 
 impl EngineFailure {
-    /// The remedy of a failure that no attempt cures.
+    /// Returns the remedy of a permanent failure.
     #[must_use]
     pub const fn permanent(&self) -> Option<&str> {
         match &self.next {
@@ -59,7 +59,7 @@ impl EngineFailure {
     }
 }
 
-/// The reason, and the remedy where one is known.
+/// The reason, with the remedy if known.
 impl fmt::Display for EngineFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.reason)?;

@@ -8,17 +8,17 @@ use serde::{Deserialize, Serialize};
 use super::pressure_level::PressureLevel;
 use cotenant_units::Bytes;
 
-/// The cause for which growth waits, with its figures.
+/// Condition for which growth waits, with its figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "wait")]
 pub enum GrowthWait {
-    /// Nothing is loaded that could grow.
+    /// No engine is loaded.
     #[error("the engine is not loaded")]
     NotLoaded,
     /// The supervisor drains.
     #[error("the supervisor is draining")]
     Draining,
-    /// The level is above Normal. `left`: the rest of its dwell, once the headroom has recovered; absent in older journals.
+    /// The level is above Normal. `left`: remaining dwell, once the headroom has recovered; absent in older journals.
     #[error("{}", by_level(*level, *left))]
     Pressure {
         level: PressureLevel,
@@ -31,7 +31,7 @@ pub enum GrowthWait {
         if *waiting == 1 { "request waits" } else { "requests wait" }
     )]
     Requests { waiting: u32 },
-    /// The last sample is older than the last change of what is held.
+    /// The last sample is older than the last grant or release.
     #[error("no sample is newer than the last change")]
     Sample,
     /// The dwell after the last shed.
@@ -40,7 +40,7 @@ pub enum GrowthWait {
     /// The engine carries out a plan.
     #[error("a change is under way")]
     Changing,
-    /// The last change has to settle, or has failed.
+    /// The last change is settling, or has failed.
     #[error("the last change settles for {:.1} s more", left.as_secs_f64())]
     Settling { left: Duration },
     /// The next step would leave too little headroom.
@@ -50,7 +50,7 @@ pub enum GrowthWait {
         unless_zero(" + ", *reserved, " for workers")
     )]
     Headroom {
-        /// Headroom that the next step needs: all of the following together.
+        /// Headroom for the next step: the sum of the fields after `has`.
         needs: Bytes,
         /// Headroom of the last sample.
         has: Bytes,
@@ -58,7 +58,7 @@ pub enum GrowthWait {
         elevated: Bytes,
         /// The hysteresis above it.
         hysteresis: Bytes,
-        /// Reserved for workers that come back.
+        /// Reserved for returning workers.
         reserved: Bytes,
         /// The next step.
         step: Bytes,
@@ -71,15 +71,15 @@ pub enum GrowthWait {
     Budget {
         /// The next step.
         needs: Bytes,
-        /// Free of the budget.
+        /// Free bytes of the budget.
         free: Bytes,
-        /// What of that is reserved for workers that come back.
+        /// The part of them reserved for returning workers.
         reserved: Bytes,
     },
 }
 
 impl GrowthWait {
-    /// When it is worth trying again, where time alone is missing.
+    /// Returns the time after which a retry may succeed, if only time is missing.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -102,7 +102,7 @@ fn by_level(level: PressureLevel, left: Option<Duration>) -> String {
     )
 }
 
-/// A figure in a sentence, unless there is nothing of it.
+/// Formats a figure, or an empty string for zero.
 pub(super) fn unless_zero(before: &str, bytes: Bytes, after: &str) -> String {
     if bytes == Bytes::ZERO {
         String::new()

@@ -9,43 +9,43 @@ use super::{
     snapshot::{EngineState, Snapshot, WorkerState},
 };
 
-/// The first reason for which the supervisor does not do all that it is configured for.
+/// The first reason for which the supervisor does not work as configured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// Everything works, or starts.
+    /// Everything is running or starting.
     Serving,
-    /// An operator or the end of the run lets nothing new in.
+    /// No admission: an operator's drain, or the end of the run.
     Draining,
-    /// The machine has not been read for so long that memory is managed blindly.
+    /// The last sample of the machine is too old for memory management.
     Blind { age: Duration },
     /// The LLM is off after crashes of the supervisor; the reason, with the remedy.
     SafeProfile {
-        /// In words.
+        /// Reason as text.
         reason: String,
     },
     /// The LLM failed.
     EngineFailed { failure: EngineFailure },
-    /// A worker failed so often that only an operator starts it again.
+    /// A worker failed so often that only an operator can start it.
     WorkerGivenUp { worker: String },
-    /// Everything works, and the machine has lost memory that only a reboot gives back.
+    /// Everything is running, and the machine has lost memory that only a reboot recovers.
     RebootAdvised { reason: RebootReason },
 }
 
-/// The greatest age of a sample with which the supervisor counts as healthy: five times the longest default interval (our
-/// choice: one late sample is no fault).
+/// Maximum age of a sample for a healthy supervisor: five times the longest default interval (our choice: one late
+/// sample is no fault).
 pub const HEALTHY_SAMPLE_AGE: Duration = Duration::from_secs(5);
 
 impl Health {
-    /// Whether all that is configured works, or starts, which a state of the machine does not change.
+    /// Whether everything configured is running or starting; advice to reboot does not count.
     #[must_use]
     pub const fn serves(&self) -> bool {
         matches!(self, Self::Serving | Self::RebootAdvised { .. })
     }
 
-    /// Health in a state whose last sample is `sample_age` old; `None` before the first one.
+    /// Returns the health in a state whose last sample is `sample_age` old; `None` before the first one.
     #[must_use]
     pub fn of(state: &Snapshot, sample_age: Option<Duration>) -> Self {
-        // An interval may be configured that is longer.
+        // A longer interval may be configured.
         let age_max = HEALTHY_SAMPLE_AGE.max(state.pressure.sample_interval.saturating_mul(3));
         if state.draining {
             return Self::Draining;
@@ -81,7 +81,7 @@ impl Health {
     }
 }
 
-/// Why the LLM is off after crashes of the supervisor, while it is.
+/// Returns the reason of the safe profile: the LLM is off after crashes of the supervisor.
 #[must_use]
 pub fn safe_profile(state: &Snapshot) -> Option<&str> {
     let failure = state.engine.failure.as_ref()?.reason.as_str();
@@ -89,7 +89,7 @@ pub fn safe_profile(state: &Snapshot) -> Option<&str> {
         .then_some(failure)
 }
 
-/// How the failure of an engine begins that is off after crashes of the supervisor.
+/// Prefix of the engine's failure under the safe profile.
 pub const SAFE_PROFILE: &str = "safe profile";
 
 #[cfg(test)]

@@ -6,27 +6,27 @@ use serde::{Deserialize, Serialize};
 
 /// Element type of the KV cache, the smallest first.
 ///
-/// Going down loses precision of everything that is kept; going up gives later tokens the larger type, and what was lost
-/// stays lost until it is read again.
+/// A smaller type loses precision of all stored tokens; a larger one applies to later tokens only, and lost precision
+/// is restored only by recomputing them.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum KvType {
-    /// 32 elements share a scale in `f16` and have 4 bits each: the layout of GGUF's `Q4_0`.
+    /// Blocks of 32 elements of 4 bits with one `f16` scale: the layout of GGUF's `Q4_0`.
     Q4,
-    /// 32 elements share a scale in `f16` and have 8 bits each: the layout of GGUF's `Q8_0`.
+    /// Blocks of 32 elements of 8 bits with one `f16` scale: the layout of GGUF's `Q8_0`.
     Q8,
-    /// Each element by itself.
+    /// One `f16` per element.
     #[default]
     F16,
 }
 
 impl KvType {
-    /// All of them, the smallest first.
+    /// All types, the smallest first.
     pub const ALL: [Self; 3] = [Self::Q4, Self::Q8, Self::F16];
 
-    /// Bytes of one head's `elements` for one token.
+    /// Returns the bytes of one head's `elements` for one token.
     ///
     /// ```
     /// # use cotenant_policy::kv_type::KvType;
@@ -43,7 +43,7 @@ impl KvType {
         }
     }
 
-    /// In one word, as the configuration and the command line have it: `f16`, `q8`, `q4`.
+    /// Returns its name in the configuration and on the command line: `f16`, `q8`, `q4`.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ impl KvType {
         }
     }
 
-    /// The next smaller one, if there is one.
+    /// Returns the next smaller type, if any.
     #[must_use]
     pub const fn smaller(self) -> Option<Self> {
         match self {
@@ -63,9 +63,9 @@ impl KvType {
         }
     }
 
-    /// How much less context is worth in this type than in `f16`, in parts of 1024.
+    /// Returns the loss of value of context in this type compared with `f16`, in parts of 1024.
     ///
-    /// Our choice: more than giving up what is hardly ever needed costs, and well below what streaming layers costs.
+    /// Our choice: more than the price of context that is hardly ever needed, and well below that of streaming layers.
     #[must_use]
     pub const fn worth_lost(self) -> u64 {
         match self {

@@ -1,4 +1,4 @@
-//! The life of a lease: requested, granted, revoking, gone.
+//! Life cycle of a lease: requested, granted, revoking, gone.
 //!
 //! ```text
 //!             deny, wait over                     every byte verified back
@@ -16,22 +16,22 @@ use serde::{Deserialize, Serialize};
 
 use cotenant_units::{Bytes, Timestamp};
 
-/// How urgent the holder's work is; the first is the most urgent.
+/// Urgency of a holder's work, the most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Class {
-    /// Speech as it is spoken or heard: ASR, TTS.
+    /// Speech while it is spoken or heard: ASR, TTS.
     AudioRealtime,
-    /// A user waits for an answer.
+    /// A user waits for the result.
     Interactive,
-    /// The LLM: gives way by becoming slower.
+    /// The LLM: yields memory by becoming slower.
     LlmElastic,
     /// No user waits.
     Batch,
 }
 
 impl Class {
-    /// All of them, the most urgent first.
+    /// All classes, the most urgent first.
     pub const ALL: [Self; 4] = [
         Self::AudioRealtime,
         Self::Interactive,
@@ -39,7 +39,7 @@ impl Class {
         Self::Batch,
     ];
 
-    /// The next more urgent class; the most urgent one is its own.
+    /// Returns the next more urgent class; the most urgent one returns itself.
     #[must_use]
     pub const fn more_urgent(self) -> Self {
         match self {
@@ -49,7 +49,7 @@ impl Class {
         }
     }
 
-    /// Its name in files and messages.
+    /// Returns its name in files and messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -67,19 +67,19 @@ impl fmt::Display for Class {
     }
 }
 
-/// Who stands behind a lease.
+/// Kind of holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseKind {
     /// The LLM in this process.
     Engine,
-    /// A program that asked over gRPC.
+    /// A program with a lease over gRPC.
     Tenant,
-    /// A child process that we manage and hold the lease for.
+    /// A child process; the supervisor holds the lease for it.
     Worker,
 }
 
-/// Number of a lease, unique in one run of the supervisor.
+/// Number of a lease, unique within a run of the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
@@ -98,89 +98,89 @@ impl fmt::Display for LeaseName {
     }
 }
 
-/// Connects a request with its one answer.
+/// Identifies a request and its only answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Ticket(pub u64);
 
-/// Who sent a request, by the credentials of its socket.
+/// Sender of a request, by the credentials of its socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Peer {
     pub uid: u32,
-    /// Process id, where the socket shows it.
+    /// Process id, if the socket provides it.
     pub pid: Option<u32>,
-    /// Whether the peer may act on leases of others.
+    /// Whether it may act on leases of others.
     pub operator: bool,
 }
 
 /// A request for memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseRequest {
-    /// Name of the holder, as it appears in the book: `asr`.
+    /// Name of the holder in the ledger: `asr`.
     pub tenant: String,
-    /// Chosen by the caller; a second request with the same one and the same content books nothing again.
+    /// Chosen by the caller; a repeated request with the same id and content books nothing.
     pub request_id: String,
-    /// Who is asking.
+    /// The sender.
     pub peer: Peer,
     pub class: Class,
-    /// The least that is of use.
+    /// Minimum useful size.
     pub min: Bytes,
-    /// The most that is of use.
+    /// Maximum useful size.
     pub max: Bytes,
     /// Lifetime between two renewals.
     pub term: Duration,
-    /// How long the request may wait in the queue; zero asks for an answer now.
+    /// Maximum time in the queue; zero requests an immediate answer.
     pub wait: Duration,
-    /// Answers what would happen and books nothing.
+    /// Whether to report the outcome without booking.
     pub validate_only: bool,
 }
 
-/// Where a lease is in its life.
+/// Phase of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseState {
-    /// Waits in the queue.
+    /// Waiting in the queue.
     Requested,
     /// Held.
     Granted,
-    /// Held, and asked to become smaller by a deadline.
+    /// Held, with a lower target and a deadline.
     Revoking,
-    /// Ended; its bytes are back or unaccounted.
+    /// Ended; its bytes are free or unaccounted.
     Gone,
 }
 
-/// A lower target that the holder has been asked to reach.
+/// A lower target for a holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
-    /// Names this target; an answer to another one is stale.
+    /// Identifies this target; an answer with another nonce is stale.
     pub nonce: u64,
-    /// What the holder may keep.
+    /// Bytes that the holder may keep.
     pub bytes: Bytes,
-    /// When it has to be reached.
+    /// Time by which it must be reached.
     pub deadline: Timestamp,
 }
 
-/// A lease as others see it. In JSON the groups are not to be seen: their fields stand beside each other.
+/// A lease's public state. In JSON, the fields of the groups are flattened into one object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseView {
     pub id: LeaseId,
     pub tenant: String,
-    /// As whom its process is measured: the name, unless another process has that name too.
+    /// Name under which its process is measured: the tenant, unless another process has that name.
     #[serde(default)]
     pub holder: String,
-    /// Who stands behind it.
+    /// Kind of holder.
     pub kind: LeaseKind,
     pub class: Class,
-    /// Where it is in its life.
+    /// Phase of the lease.
     pub state: LeaseState,
-    /// Rises with every grant; an answer or renewal that carries an older one is refused.
+    /// Incremented by every grant; answers and renewals with an older one are refused.
     pub generation: u64,
     #[serde(flatten)]
     pub memory: LeaseMemory,
-    /// What it has been asked to come down to.
+    /// Present target, if it has to shrink.
     pub target: Option<Target>,
     pub granted_at: Timestamp,
-    /// When it ends unless renewed; `None` for leases that we hold ourselves.
+    /// End unless renewed; `None` for leases of the supervisor itself.
     pub expires_at: Option<Timestamp>,
     #[serde(flatten)]
     pub owner: LeaseOwner,
@@ -190,9 +190,9 @@ pub struct LeaseView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseMemory {
     pub held: Bytes,
-    /// The least that is of use to the holder.
+    /// Minimum useful size.
     pub min: Bytes,
-    /// The most that is of use to the holder.
+    /// Maximum useful size.
     pub max: Bytes,
     pub used: Option<Bytes>,
     pub used_at: Option<Timestamp>,
@@ -202,12 +202,12 @@ pub struct LeaseMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseOwner {
     pub owner_uid: u32,
-    /// Process of the owner, where its socket shows it; it is measured by it.
+    /// Process of the owner, if the socket provides it; used for measurements.
     pub owner_pid: Option<u32>,
 }
 
 impl LeaseView {
-    /// As whom its process is measured: what [`Measure`](super::event::Action::Measure) names.
+    /// Returns the name under which its process is measured, as in [`Measure`](super::event::Action::Measure).
     #[must_use]
     pub fn holder(&self) -> &str {
         if self.holder.is_empty() {
@@ -217,33 +217,33 @@ impl LeaseView {
         }
     }
 
-    /// Whether it only waits in the queue: what its process uses says nothing of a lease.
+    /// Whether it is waiting in the queue, so that the use of its process belongs to no lease.
     #[must_use]
     pub fn waits(&self) -> bool {
         self.state == LeaseState::Requested
     }
 
-    /// `asr#7`.
+    /// Returns its name in messages: `asr#7`.
     #[must_use]
     pub fn name(&self) -> String {
         format!("{}#{}", self.tenant, self.id.0)
     }
 }
 
-/// What the holder says about a lower target.
+/// Answer of a holder to a lower target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "answer")]
 pub enum TargetAnswer {
-    /// The bytes have been given back; counted once they are measured to be back.
+    /// The bytes are released; credited once measured.
     Applied,
-    /// Accepted, but this much is still in use above the target.
+    /// Accepted, but `overage` is still in use above the target.
     Deferred {
         /// Bytes above the target.
         overage: Bytes,
     },
-    /// The holder cannot or will not.
+    /// The holder does not comply.
     Refused {
-        /// Its words.
+        /// Reason given by the holder.
         reason: String,
     },
 }

@@ -1,8 +1,8 @@
-//! Page pool of nvmap: what a release leaves there, and when it is emptied.
+//! Page pool of nvmap: memory retained by it after a release, and when to empty it.
 //!
-//! On a Jetson, memory that the GPU gives back goes to a pool of up to an eighth of the memory, where only the next GPU
-//! allocation gets it at once. So a release is split by the first sample after it, and where programs of the processor run
-//! short the pool is emptied.
+//! On a Jetson, memory freed by the GPU goes to a pool of up to an eighth of the machine's memory, where only the next
+//! GPU allocation gets it at once. Therefore the first sample after a release splits it by destination, and the pool is
+//! emptied when programs on the CPU run short.
 
 use std::time::Duration;
 
@@ -11,30 +11,30 @@ use serde::{Deserialize, Serialize};
 use super::pressure::Sample;
 use cotenant_units::{Bytes, Timestamp};
 
-/// What became of memory that was given back, by the sample after it. What neither figure has, others took meanwhile.
+/// Destination of released memory, by the next sample. The remainder was allocated by others in the meantime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
-    /// What was given back.
+    /// Bytes released.
     pub bytes: Bytes,
-    /// The part of it that the pool keeps.
+    /// Bytes kept by the pool.
     pub to_pool: Bytes,
-    /// The part of it that every program can have.
+    /// Bytes available to every program.
     pub to_os: Bytes,
 }
 
-/// What is known of the pool, and of the releases of late.
+/// State of the pool and recent releases.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PagePool {
-    /// Released since the sample that is kept.
+    /// Bytes released since the sample in `last`.
     open: Option<(Timestamp, Bytes)>,
-    /// Pool, and available without it, by the last sample.
+    /// Pool, and available memory without it, in the last sample.
     last: Option<(Bytes, Bytes)>,
     emptied_at: Option<Timestamp>,
     pub(super) last_release: Option<Release>,
 }
 
 impl PagePool {
-    /// Notes that `bytes` were given back at `now`; nothing where no pool was seen.
+    /// Records a release at `now`; ignored if no pool was seen.
     pub(super) fn released(&mut self, bytes: Bytes, now: Timestamp) {
         if self.last.is_some() && bytes > Bytes::ZERO {
             let before = self.open.map_or(Bytes::ZERO, |(_, bytes)| bytes);
@@ -42,7 +42,7 @@ impl PagePool {
         }
     }
 
-    /// Takes a sample; returns what became of the releases that it is the first to show.
+    /// Records a sample; returns the destination of the releases that it is the first to show.
     pub(super) fn observe(&mut self, sample: &Sample) -> Option<Release> {
         let Some(pool) = sample.gpu.nvmap_pool else {
             (self.open, self.last) = (None, None);
@@ -70,8 +70,8 @@ impl PagePool {
         self.last_release
     }
 
-    /// What the pool is to be emptied of: all that it keeps, where less than `short` is available without it. The kernel would
-    /// take it too, while a process waits.
+    /// Returns the bytes to empty from the pool: all of them if less than `short` is available without it. The kernel
+    /// would also reclaim them, but while a process waits.
     pub(super) fn bytes_to_empty(&mut self, short: Bytes, now: Timestamp) -> Option<Bytes> {
         let (pool, low) = self.last?;
         let rests = self.emptied_at.is_some_and(|at| now < at + PAUSE);
@@ -82,9 +82,10 @@ impl PagePool {
     }
 }
 
-/// Less is not worth the work; our choice.
+/// Minimum worth emptying; our choice.
 const LEAST: Bytes = Bytes::from_mib(64);
-/// Between two attempts: where it is not allowed, or the GPU fills the pool again, nothing is gained by more. Our choice.
+/// Minimum interval between attempts: more often is useless if emptying is not permitted, or the GPU refills the pool.
+/// Our choice.
 const PAUSE: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

@@ -1,30 +1,30 @@
 //! Bound on the price of a byte: the wait of users that a pressure level may cause.
 //!
-//! Beyond the price of a plan stands that of not shedding: at Elevated nothing is lost yet, at Critical the kernel drops
-//! pages that are read again, below the last resort it ends a process. So Elevated gives up only KV that no answer uses,
-//! Critical pays for layers what reading them is worth, and for workers; the last resort pays anything.
+//! Besides the price of a plan there is that of not shedding: at Elevated nothing is lost yet, at Critical the kernel
+//! drops pages that are read again, below the last resort it kills a process. Therefore Elevated gives up only KV that
+//! no answer uses, Critical pays the reading cost for layers, and stops workers; the last resort pays any price.
 
 use super::{params::PressureParams, pressure::Pressure, speed::Calibration};
 use cotenant_units::Bytes;
 
-/// The pay for the bytes that are missing.
+/// Permitted price for the missing bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pay {
     pub(super) level: Level,
     missing: Bytes,
 }
 
-/// How much is paid.
+/// Levels of the permitted price.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
-    /// Only what no answer uses.
+    /// Only memory that no answer uses.
     Elevated,
-    /// An answer may become slower, and lose what it can do without: Critical is ahead within the grace, or was reached and
-    /// dwells.
+    /// An answer may become slower and lose dispensable memory: Critical is predicted within the grace, or was reached
+    /// and its dwell lasts.
     Urgent,
-    /// Holders that are more urgent than the engine give, too.
+    /// Also holders more urgent than the engine.
     Critical,
-    /// Even work that is under way may be ended.
+    /// Also work in progress.
     LastResort,
 }
 
@@ -33,7 +33,7 @@ impl Pay {
         Self { level, missing }
     }
 
-    /// By the last sample.
+    /// Returns the pay for the last sample.
     pub(super) fn now(pressure: &Pressure, limits: &PressureParams, missing: Bytes) -> Self {
         let is_last = |headroom| headroom < limits.last_resort_below;
         let level = if !pressure.is_urgent() {
@@ -48,17 +48,17 @@ impl Pay {
         Self { level, missing }
     }
 
-    /// The same below the last resort.
+    /// Returns the pay below the last resort.
     pub(super) const fn unbounded(self) -> Self {
         Self::new(Level::LastResort, self.missing)
     }
 
-    /// Whether an answer may become slower, and lose what it can do without.
+    /// Whether an answer may become slower and lose dispensable memory.
     pub(super) fn is_serious(self) -> bool {
         self.level > Level::Elevated
     }
 
-    /// Whether layers that give `bytes` may cost `price_us`; what they give beyond what is missing counts for nothing.
+    /// Whether layers that give `bytes` may cost `price_us`; bytes beyond the missing ones count nothing.
     pub(super) fn affords(self, price_us: u64, bytes: Bytes, speed: Calibration) -> bool {
         let worth = speed.reading_us(bytes.min(self.missing));
         self.level == Level::LastResort
@@ -66,7 +66,7 @@ impl Pay {
     }
 }
 
-/// How often a byte may be read again for one that comes back at Critical. Layers that are large beside the staging ring
-/// cost 57 reads: an answer, the chunks of its prompts, and once to bring them back. A model that fell from 2300 to 57
-/// tokens/s for 4.7 MiB paid 410, at 0.5 ms for each MiB. The bound between them is our choice.
+/// Maximum price of a byte freed at Critical, in reads of it. Layers that are large compared with the staging ring cost
+/// 57: an answer, the chunks of its prompts, and one to restore them. A model that fell from 2300 to 57 tokens/s for
+/// 4.7 MiB paid 410, at 0.5 ms per MiB. The bound between them is our choice.
 const READS: u64 = 256;

@@ -1,9 +1,9 @@
-//! Plans of a model: the largest that fits, larger ones, smaller ones, each by the best change of the wait for its bytes.
+//! Plans of a model: the largest that fits, larger and smaller ones, each by the best ratio of wait to bytes.
 //!
-//! Up, a step adds the KV block or the layer that shortens the wait most for its bytes. Down, weights and KV are two halves
-//! whose prices add up: for each number of layers and each chunk that may go, the cheapest KV that gives the rest is found,
-//! and the cheapest of all these plans is taken. Where KV may be kept in a smaller type, plans grow in the smallest; what
-//! `q4` loses is made good after the layers, what `q8` loses, which is next to nothing, at the very end.
+//! Growing adds the KV block or the layer that shortens the wait most per byte. Shrinking treats weights and KV as two
+//! halves with additive prices: for each number of layers and each chunk the cheapest KV for the remaining bytes is
+//! computed, and the cheapest of these plans is chosen. If smaller KV types are permitted, plans grow in the smallest;
+//! the loss of `q4` is restored after the layers, the negligible loss of `q8` last.
 
 mod shrink;
 
@@ -20,14 +20,14 @@ use cotenant_units::{Bytes, Layers, Tokens};
 pub(super) use self::shrink::{Giving, Less, Shrink};
 
 impl ModelShape {
-    /// The largest plan that fits into `bytes`.
+    /// Returns the largest plan that fits into `bytes`.
     ///
     /// All plans of a model under the same limits lie on one path from the floor to the full plan, and no step of it
-    /// loses a layer or a KV block; so more bytes never give less of either. The last layer to become resident makes the
-    /// staging ring superfluous, so a plan with all layers may be cheaper than one with all but one.
+    /// loses a layer or a KV block; so more bytes never give less of either. The last resident layer makes the staging
+    /// ring unnecessary, so a plan with all layers may take less than one with all but one.
     ///
     /// # Errors
-    /// The arithmetic of the floor, if that does not fit.
+    /// The arithmetic of the floor, if it does not fit.
     ///
     /// ```
     /// # use cotenant_policy::{params::EngineParams, residency::*};
@@ -60,7 +60,7 @@ impl ModelShape {
             })
     }
 
-    /// The least that the engine runs with under `limits`.
+    /// Returns the smallest plan under `limits`.
     #[must_use]
     pub fn floor_plan(&self, limits: &PlanLimits) -> EnginePlan {
         let bounds = Bounds::new(self, limits);
@@ -82,7 +82,7 @@ impl ModelShape {
         }
     }
 
-    /// The plan when memory is plentiful.
+    /// Returns the plan for plentiful memory.
     #[must_use]
     pub fn full_plan(&self, limits: &PlanLimits) -> EnginePlan {
         let bounds = Bounds::new(self, limits);
@@ -94,9 +94,9 @@ impl ModelShape {
         }
     }
 
-    /// The largest plan that fits into `bytes` and gives up nothing of `from`, whose cache has `kv`.
+    /// Returns the largest plan that fits into `bytes` and gives up nothing of `from`, whose cache contains `kv`.
     ///
-    /// Its prefill chunk stays as long as something is streamed that makes it worth its memory.
+    /// A larger prefill chunk is kept as long as streamed layers make it worth its memory.
     #[must_use]
     pub fn grown(
         &self,
@@ -109,11 +109,11 @@ impl ModelShape {
         plan.unwrap_or_else(|| from.clone())
     }
 
-    /// `from` with a larger prefill chunk, if that is worth what it takes: a chunk reads what is streamed once, so while
-    /// reading takes longer than computing, twice the chunk makes prompts nearly twice as fast.
+    /// Returns `from` with a larger prefill chunk, if it is worth its memory: each chunk reads the streamed layers
+    /// once, so while reading takes longer than computing, twice the chunk makes prompts nearly twice as fast.
     ///
-    /// It fits into `bytes`. What is missing for the workspace comes from as few layers as suffice, and only if the wait
-    /// for prompts becomes clearly shorter by it; so speeds that differ a little from those of a moment ago change nothing.
+    /// The plan fits into `bytes`. Missing bytes for the workspace are taken from as few layers as suffice, and only if
+    /// the wait for prompts becomes clearly shorter, so that small changes of the measured speed have no effect.
     #[must_use]
     pub fn rechunked(
         &self,
@@ -154,15 +154,16 @@ impl ModelShape {
             let gained = now.saturating_sub(then);
             (given >= missing && gained > 0 && gained >= least).then_some((gained, plan))
         });
-        // Of two that are worth the same, the smaller one.
+        // Of two with the same gain, the smaller one.
         let best = sound.reduce(|best, next| if next.0 > best.0 { next } else { best });
         best.map(|(_, plan)| plan)
     }
 
-    /// `from` with a KV capacity of at least `needed` tokens within `bytes`, and up to `wanted` as far as that leaves room.
+    /// Returns `from` with a KV capacity of at least `needed` tokens within `bytes`, and up to `wanted` if there is
+    /// room.
     ///
-    /// What is missing for `needed` comes from as few layers as suffice, for what is `wanted` beyond it no layer is given.
-    /// `None` if the capacity does not fit, or if `from` has it already.
+    /// Missing bytes for `needed` are taken from as few layers as suffice; none is given up for `wanted`. `None` if the
+    /// capacity does not fit, or if `from` already has it.
     #[must_use]
     pub fn with_capacity(
         &self,
@@ -207,7 +208,7 @@ impl ModelShape {
 struct Bounds<'a> {
     shape: &'a ModelShape,
     limits: PlanLimits,
-    /// Layers in the order in which they are given up.
+    /// Layers in the order of giving up.
     give_up: Vec<u32>,
     layers_min: usize,
     /// Tokens of a block.
@@ -234,12 +235,12 @@ impl<'a> Bounds<'a> {
         }
     }
 
-    /// The first layers to become resident.
+    /// Returns the first layers to become resident.
     fn first_layers(&self, count: usize) -> impl Iterator<Item = u32> {
         self.give_up.iter().rev().take(count).copied()
     }
 
-    /// Layers that `from` can do without, the first to go first.
+    /// Returns the layers that `from` can give up, in order.
     fn layers_to_give(&self, from: &EnginePlan) -> Vec<u32> {
         let given = from.resident.len().saturating_sub(self.layers_min);
         let resident = self
@@ -264,7 +265,8 @@ impl<'a> Bounds<'a> {
         capacity.get() / self.block
     }
 
-    /// The last plan that fits into `bytes` on the path from `from` to all that there is; `None` if not even `from` does.
+    /// Returns the last plan that fits into `bytes` on the path from `from` to the full plan; `None` if `from` does not
+    /// fit.
     fn climb(&self, from: &EnginePlan, bytes: Bytes, kv: &KvContents) -> Option<EnginePlan> {
         let (shape, limits) = (self.shape, &self.limits);
         let price = Price::new(shape, limits);
@@ -368,7 +370,7 @@ impl<'a> Bounds<'a> {
 /// A plan on the way up.
 #[derive(Clone, Copy, Debug)]
 struct Rung {
-    /// Layers that were added.
+    /// Layers added.
     layers: usize,
     blocks: u32,
     kind: KvType,
@@ -376,7 +378,7 @@ struct Rung {
     streamed: Bytes,
 }
 
-/// `chunk`, or so often half of it as prompts take hardly longer for it, down to `least`.
+/// Returns `chunk`, halved down to `least` while that makes prompts hardly slower.
 fn still_paid(price: &Price<'_>, streamed: Bytes, mut chunk: Tokens, least: Tokens) -> Tokens {
     loop {
         let half = Tokens::new(chunk.get() / 2);
@@ -389,19 +391,19 @@ fn still_paid(price: &Price<'_>, streamed: Bytes, mut chunk: Tokens, least: Toke
     }
 }
 
-/// The numbers below `count`, in an order of which every beginning is spread over the whole range: that of the
-/// reversed bits (van der Corput).
+/// Returns the numbers below `count` in the order of their reversed bits (van der Corput): every prefix is spread over
+/// the whole range.
 ///
-/// Streamed layers that lie far apart leave time to read the next one while the resident ones between them compute;
-/// and with one order for all plans, a smaller plan only drops layers and never has to load one.
+/// Distant streamed layers leave time to read the next one while the resident ones between them compute; with one order
+/// for all plans, a smaller plan only drops layers and never loads one.
 fn evenly_spread(count: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..u32::try_from(count).unwrap_or(u32::MAX)).collect();
     order.sort_by_key(|index| index.reverse_bits());
     order
 }
 
-/// Prompts have to become faster by at least one part of this many for the engine to change its chunk; a chunk is kept while
-/// half of it would make them slower by half as much. Our choice.
+/// Minimum gain for a larger chunk: one part of this many of the wait for prompts. A chunk is kept while half of it
+/// would make prompts slower by half as much. Our choice.
 const GAIN_LEAST: u64 = 8;
 
 #[cfg(test)]

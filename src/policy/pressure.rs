@@ -11,14 +11,14 @@
 //!            │  Critical
 //! ```
 //!
-//! A level is entered with the second sample in a row below its watermark; with the first one if the slope leads
-//! below the next watermark within two samples, or if another signal confirms it. Where headroom is not plentiful, the
-//! kernel's own signs raise it a step ahead of the headroom: file pages that are read again and again, Elevated below
-//! twice its watermark; allocations that stall, Critical below that of Elevated. Other tenants of the machine cause such
-//! signs too, so that where headroom is plentiful they say nothing.
+//! A level is entered with the second consecutive sample below its watermark; with the first one if the slope leads
+//! below the next watermark within two samples, or if another signal confirms it. If headroom is not plentiful, signals
+//! of the kernel raise it one step earlier: repeated refaults of file pages, to Elevated below twice its watermark;
+//! stalled allocations, to Critical below that of Elevated. Other tenants of the machine cause such signals too, so
+//! that with plentiful headroom they are ignored.
 //!
-//! At Elevated nothing is shed during a grace, and after it nothing that makes the engine slower, unless Critical lies
-//! ahead within the grace at the present slope; Critical acts at once. What was granted is no slope.
+//! At Elevated nothing is shed during a grace, and afterwards nothing that slows the engine, unless Critical is
+//! predicted within the grace at the present slope; Critical acts at once. Granted memory does not count as slope.
 
 mod level;
 mod sample;
@@ -50,7 +50,7 @@ use super::{
 pub(crate) use crate::samples::sample_with;
 use cotenant_units::{Bytes, Timestamp};
 
-/// The level, the slope and the kernel's signs, by the samples so far.
+/// Level, slope and kernel signals of the samples so far.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Pressure {
     params: PressureParams,
@@ -63,20 +63,20 @@ pub(super) struct Pressure {
     signals: Signals,
 }
 
-/// What is kept of a sample.
+/// The stored part of a sample.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Reading {
     at: Timestamp,
     headroom: Bytes,
     level: PressureLevel,
     sample: Sample,
-    /// What the engine held and did not use yet: it looks free here.
+    /// Bytes held by the engine but not used yet, which look free in this sample.
     #[serde(default)]
     promised: Bytes,
 }
 
 impl Pressure {
-    /// Normal, before the first sample.
+    /// Creates the state before the first sample, at Normal.
     pub(super) fn new(params: PressureParams) -> Self {
         Self {
             params,
@@ -87,12 +87,12 @@ impl Pressure {
         }
     }
 
-    /// Judges by other settings from the next sample on.
+    /// Sets the parameters from the next sample on.
     pub(super) const fn set_params(&mut self, params: PressureParams) {
         self.params = params;
     }
 
-    /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
+    /// Records a sample with its headroom. One that is not newer than the last is ignored.
     pub(super) fn observe(&mut self, sample: &Sample, headroom: Bytes) -> Option<LevelChange> {
         let at = sample.taken_at;
         let last = self.last.take();
@@ -169,7 +169,8 @@ impl Pressure {
         }
     }
 
-    /// Where the loss of one sample leads within two more, if that is below the watermark after the next; or another sign.
+    /// Returns the predicted headroom after two more samples at the present loss, if it is below the next watermark; or
+    /// another confirmation.
     fn ahead(&self, signs: &Signs, headroom: Bytes, now: PressureLevel) -> Option<Confirmation> {
         let next = match now {
             PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
@@ -189,68 +190,68 @@ impl Pressure {
         slope.or_else(|| signs.confirmation())
     }
 
-    /// The level.
+    /// Returns the level.
     pub(super) const fn level(&self) -> PressureLevel {
         self.level.level
     }
 
-    /// The rest of the dwell before the level falls; `None` while the headroom has not recovered.
+    /// Returns the remaining dwell before the level falls; `None` while the headroom has not recovered.
     pub(super) fn dwell_left(&self, now: Timestamp) -> Option<Duration> {
         self.level.dwell_left(now, self.params.dwell)
     }
 
-    /// Ends the dwell of a level above which the headroom has recovered, as an operator may.
+    /// Ends the dwell of a level whose headroom has recovered, on an operator's command.
     pub(super) fn end_dwell(&mut self, now: Timestamp) -> Option<LevelChange> {
         let headroom = self.headroom()?;
         self.level.fall(headroom, now, self.params.dwell)
     }
 
-    /// The headroom of the last sample.
+    /// Returns the headroom of the last sample.
     pub(super) fn headroom(&self) -> Option<Bytes> {
         self.last.as_ref().map(|last| last.headroom)
     }
 
-    /// The last sample.
+    /// Returns the last sample.
     pub(super) fn sample(&self) -> Option<&Sample> {
         self.last.as_ref().map(|last| &last.sample)
     }
 
-    /// Notes what the engine held and did not use yet when the last sample was taken, as for templates and forms.
+    /// Records the engine's bytes held but not used at the last sample, such as those for templates and forms.
     pub(super) const fn note_promised(&mut self, bytes: Bytes) {
         if let Some(last) = &mut self.last {
             last.promised = bytes;
         }
     }
 
-    /// What the engine held and did not use yet when the last sample was taken: it looks free there.
+    /// Returns the engine's bytes held but not used at the last sample, which look free in it.
     pub(super) fn promised(&self) -> Bytes {
         self.last.as_ref().map_or(Bytes::ZERO, |last| last.promised)
     }
 
-    /// When the last sample was taken.
+    /// Returns the time of the last sample.
     pub(super) fn sampled_at(&self) -> Option<Timestamp> {
         self.last.as_ref().map(|last| last.at)
     }
 
-    /// When nothing will be left at the slope that goes on; `None` where that has not lasted long enough to foretell it.
+    /// Returns the time until exhaustion at the sustained slope; `None` if it has not lasted long enough for a
+    /// prediction.
     pub(super) fn exhausted_in(&self) -> Option<Duration> {
         let last = self.last.as_ref()?;
         self.trend.foretold_in(last.headroom, last.at)
     }
 
-    /// Whether a shed still waits whether the shortage passes by itself.
+    /// Whether a shed still waits for the shortage to pass by itself.
     pub(super) fn in_grace(&self, now: Timestamp) -> bool {
         self.grace_ends().is_some_and(|end| now < end)
     }
 
-    /// When the grace of Elevated is over; `None` if there is none.
+    /// Returns the end of the grace of Elevated; `None` if there is none.
     pub(super) fn grace_ends(&self) -> Option<Timestamp> {
         let end = self.level.rose_at + self.params.grace;
         (self.level() == PressureLevel::Elevated && !self.is_urgent()).then_some(end)
     }
 
-    /// Whether the last sample stands for Critical, by its headroom or by the kernel's own signs: the level itself stays for
-    /// the dwell.
+    /// Whether the last sample is Critical, by its headroom or by kernel signals: the level itself lasts for the dwell.
     pub(super) fn is_critical_now(&self) -> bool {
         let is_below = |headroom| {
             Level::of(&self.params, headroom, self.params.hysteresis) == PressureLevel::Critical
@@ -259,7 +260,7 @@ impl Pressure {
             && (self.signals.is_critical() || self.headroom().is_some_and(is_below))
     }
 
-    /// Whether the level is Critical, or will be within the grace at the slope that goes on.
+    /// Whether the level is Critical, or is predicted to be within the grace at the sustained slope.
     pub(super) fn is_urgent(&self) -> bool {
         let above = self
             .headroom()
@@ -269,11 +270,11 @@ impl Pressure {
             || critical_in.is_some_and(|left| left <= self.params.grace)
     }
 
-    /// How long the last sample may be trusted: the time in which the headroom above the next watermark can disappear
+    /// Returns the validity of the last sample: the time in which the headroom above the next watermark can disappear
     /// at the fastest rate.
     ///
-    /// While the headroom is near a watermark and hardly moves, that is up to 100 ms: the rate then follows the
-    /// slope, with a margin, instead of the fastest rate. At Critical it never does.
+    /// If the headroom is near a watermark and nearly constant, up to 100 ms: the rate is then the slope with a margin
+    /// instead of the fastest rate. Never at Critical.
     pub(super) fn interval(&self) -> Duration {
         let Some(last) = &self.last else {
             return self.params.sample_min;
@@ -296,13 +297,13 @@ impl Pressure {
     }
 }
 
-/// Samples near a watermark while the headroom hardly moves. Ten of them in a second cost 2 % of a core and 4 KB/s of
-/// journal, where one each 10 ms cost 18 % and 44 KB/s. lmkd polls as often; within it the fastest rate takes 600 MiB, less
-/// than lies between the watermarks of a board with 16 GB.
+/// Sampling interval near a watermark while the headroom is nearly constant. Ten samples per second cost 2 % of a core
+/// and 4 KB/s of journal, one each 10 ms 18 % and 44 KB/s. lmkd polls as often; within the interval the fastest rate
+/// takes 600 MiB, less than the distance of the watermarks on a board with 16 GB.
 const CALM_INTERVAL: Duration = Duration::from_millis(100);
-/// How many times faster than it was lately the headroom is expected to shrink. Our choice.
+/// Expected maximum ratio of future to recent loss. Our choice.
 const SLOPE_MARGIN: u64 = 8;
-/// After this many missed samples it is unknown whether the headroom stayed above the watermark.
+/// Missed samples after which it is unknown whether the headroom stayed above the watermark.
 const SAMPLES_MISSED_MAX: u32 = 4;
 
 #[cfg(test)]

@@ -4,14 +4,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How short memory is.
+/// Severity of a memory shortage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PressureLevel {
     /// Headroom above the upper watermark.
     #[default]
     Normal,
-    /// Below the upper watermark: nothing optional grows, and something is shed.
+    /// Below the upper watermark: optional memory does not grow, and some is shed.
     Elevated,
     /// Below the lower watermark: shed at once.
     Critical,

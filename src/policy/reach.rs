@@ -1,13 +1,13 @@
 //! Feasibility of requests, so that an unsatisfiable one does not block the queue.
 //!
-//! The engine keeps its floor, workers that run keep what they hold at rest unless the one who waits may stop them. What
-//! is left of the budget beside these is the most that can ever be booked for a holder while they stay. A request for
-//! more still waits, since one of them may end; but no holder is kept small for it, it does not block the queue, and it is
-//! explained with what it needs, what it could have, and what to change.
+//! The engine keeps its floor, and running workers keep their size at rest unless the waiting request may stop them.
+//! The rest of the budget is the maximum that a holder can get while they stay. A larger request still waits, since one
+//! of them may end; but no holder is kept small for it, it does not block the queue, and it is explained with its need,
+//! the bytes available, and the remedy.
 //!
-//! The supervisor's own wants have no deadline. So nothing is kept free for it either while tenants keep, and
-//! unmanaged processes use, so much that it cannot have it: they may end in a minute or never, and until then the engine
-//! makes use of it. When they have, it takes its turn ([`admission`](crate::admission)).
+//! Requests of the supervisor itself have no deadline. Nothing is reserved for them either while the use of tenants and
+//! unmanaged processes makes them infeasible: those may end in a minute or never, and until then the engine uses the
+//! memory. Afterwards the request takes its turn ([`admission`](crate::admission)).
 
 use super::{
     admission::{Want, WantKind},
@@ -24,10 +24,10 @@ use cotenant_units::Bytes;
 use std::time::Duration;
 
 impl State {
-    /// Bytes that may be booked for a class now: free, minus those kept for holders that come back.
+    /// Returns the bytes that may be booked for a class now: free, minus those reserved for returning holders.
     ///
-    /// The engine's floor is kept against every class, since it cannot be taken from a running engine either. The space
-    /// of a worker is kept against less urgent ones, and against tenants that are as urgent.
+    /// The engine's floor is reserved against every class, since a running engine cannot give it up either. The space
+    /// of a worker is reserved against less urgent classes, and against tenants of the same class.
     pub(super) fn available(&self, class: Class, for_tenant: bool) -> Bytes {
         let kept = self
             .returning_workers()
@@ -39,8 +39,8 @@ impl State {
         self.ledger.free().saturating_sub(kept)
     }
 
-    /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those
-    /// lack for their start that are about to be started again.
+    /// Returns the space reserved for wanted workers that do not run, are not in the queue and can be started; and the
+    /// bytes that workers about to be restarted lack.
     pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
         self.returns()
             .map(|(worker, bytes)| (worker.params.class, bytes))
@@ -54,8 +54,8 @@ impl State {
             let is_away = worker.is_asleep() || worker.was_shed();
             !(is_away && worker.params.class < Class::LlmElastic)
         };
-        // What the next request of a running worker takes is lent to the engine, which gives it back before the worker has
-        // it. Reading it again costs as much as one token that is streamed without it.
+        // Memory for the next request of a running worker is lent to the engine, which returns it before the worker
+        // needs it. Reading it again costs as much as streaming it for one token.
         let returning = self.returns().filter(|(worker, _)| {
             counts(worker) && (worker.is_winding_down() || !worker.is_ready())
         });
@@ -82,8 +82,8 @@ impl State {
         })
     }
 
-    /// Why the engine can never be loaded, with its arithmetic: its floor exceeds the budget, or what the watermark leaves
-    /// of it.
+    /// Returns the arithmetic if the engine can never be loaded: its floor exceeds the budget, or the part above the
+    /// watermark.
     pub(super) fn floor_out_of_reach(&self) -> Option<FloorError> {
         let limits = &self.params.pressure;
         let kept = match self.params.budget.scope {
@@ -98,13 +98,13 @@ impl State {
             .err()
     }
 
-    /// The least need of a want, beyond what it holds.
+    /// Returns the minimum need of a request beyond the bytes it holds.
     pub(super) fn needed_by(&self, want: &Want) -> Bytes {
         let held = self.ledger.held_by(want.lease);
         self.asked_by(want).saturating_sub(held)
     }
 
-    /// The least that a want asks for.
+    /// Returns the minimum size that a request asks for.
     pub(super) fn asked_by(&self, want: &Want) -> Bytes {
         match &want.kind {
             WantKind::Lease(request) => request.min,
@@ -114,7 +114,7 @@ impl State {
         }
     }
 
-    /// Why nothing is granted to this class now, whatever is free.
+    /// Returns the reason why nothing is granted to this class now, regardless of free memory.
     pub(super) fn admission_denial(
         &self,
         tenant: &str,
@@ -143,7 +143,7 @@ impl State {
             })
     }
 
-    /// Nothing more is handed out while the supervisor drains.
+    /// Denies grants while the supervisor drains.
     pub(super) fn not_draining(&self, tenant: &str, asked: Bytes) -> Result<(), Denial> {
         if !self.draining {
             return Ok(());
@@ -152,12 +152,12 @@ impl State {
         Err(Denial::Draining { tenant, asked })
     }
 
-    /// Classes that can wait are not admitted under pressure.
+    /// Whether this class is not admitted at the present level.
     fn waits_for_normal(&self, class: Class) -> bool {
         class >= Class::LlmElastic && self.pressure.level() > PressureLevel::Normal
     }
 
-    /// Whether a want can never be served while those stay that it cannot take from.
+    /// Whether a request can never be served while the holders stay that it cannot reclaim.
     pub(super) fn is_out_of_reach(&self, want: &Want) -> bool {
         self.is_beyond(want, Whose::Ours)
     }
@@ -166,8 +166,8 @@ impl State {
         self.asked_by(want) > self.reach(&want.tenant, want.class, whose)
     }
 
-    /// Whether a worker can never be started while those stay that it cannot take from: of ours if it does not wait in the
-    /// queue, where it would have its turn.
+    /// Whether a worker can never start while the holders stay that it cannot reclaim. Outside the queue only the
+    /// engine and workers count; in the queue it would have its turn.
     pub(super) fn start_is_out_of_reach(&self, worker: &Worker) -> bool {
         let name = &worker.params.name;
         let whose = if worker.is_waiting() {
@@ -178,7 +178,7 @@ impl State {
         self.start_least(name) > self.reach(name, worker.params.class, whose)
     }
 
-    /// Whether a request waits for which something is kept free.
+    /// Whether a request waits for which memory is reserved.
     pub(super) fn a_request_waits(&self) -> bool {
         self.queue.values().any(|want| self.is_kept_for(want))
     }
@@ -187,8 +187,9 @@ impl State {
         !self.is_beyond(want, Whose::keep_from(want))
     }
 
-    /// Use of a worker of one size right after a start, where what it has taken since is worth one: to another holder that
-    /// is as urgent and waits, or to an engine that streams layers, by the time that an answer loses.
+    /// Returns the use of a worker of one size right after a restart, if its growth since then justifies one: for a
+    /// waiting request of another holder that is at least as urgent, or for an engine that streams layers, by the time
+    /// that an answer loses.
     pub(super) fn renewed(&self, name: &str) -> Option<Bytes> {
         let worker = self.workers.get(name)?;
         let fresh = self.peaks.of(name, None)?.start_with_margin();
@@ -207,12 +208,12 @@ impl State {
         let for_the_engine = worker.params.class <= Class::LlmElastic
             && start < Duration::from_micros(lost_us)
             && worker.has_run(self.now) >= start.saturating_mul(RUN_LEAST)
-            // One that pauses between two sentences goes on with the same answer.
+            // During a pause between two sentences the same answer continues.
             && self.now.saturating_since(worker.idle_since) >= start.max(PAUSE);
         (for_a_request || for_the_engine).then_some(fresh)
     }
 
-    /// The most that can ever be booked for a holder while those stay that it cannot take from.
+    /// Returns the maximum bytes for a holder while the holders stay that it cannot reclaim.
     fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
         let keepers = self.keepers(holder, class, whose).into_iter();
         keepers.fold(self.ledger.budget(), |left, (_, bytes)| {
@@ -220,7 +221,7 @@ impl State {
         })
     }
 
-    /// The holders that keep something against a holder of `class`, whatever happens.
+    /// Returns the holders that cannot be reclaimed completely for `class`, with the bytes that they keep.
     fn keepers(&self, holder: &str, class: Class, whose: Whose) -> Vec<(&str, Bytes)> {
         let mut kept = Vec::from_iter(self.engine.keeps().map(|floor| (ENGINE_TENANT, floor)));
         kept.extend(self.workers.values().filter_map(|worker| {
@@ -242,7 +243,7 @@ impl State {
         kept
     }
 
-    /// The memory that a worker waits for, if it does.
+    /// Returns the memory that a worker waits for.
     pub(super) fn worker_wait(&self, worker: &Worker) -> Option<WorkerWait> {
         if !worker.was_shed() && !worker.is_waiting() {
             return None;
@@ -265,23 +266,24 @@ impl State {
         !self.queue.before(class).any(|want| self.holds_back(want))
     }
 
-    /// Whether those behind it wait while it does.
+    /// Whether it blocks the requests behind it.
     pub(super) fn holds_back(&self, want: &Want) -> bool {
         !self.waits_for_normal(want.class) && !self.is_out_of_reach(want)
     }
 }
 
-/// Whose share counts as kept.
+/// Holders whose memory counts as kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whose {
-    /// That of the engine and of workers.
+    /// The engine and workers.
     Ours,
-    /// That of tenants and unmanaged processes too.
+    /// Also tenants and unmanaged processes.
     All,
 }
 
 impl Whose {
-    /// Against whom memory is kept for a want: one without a deadline waits until it can be had.
+    /// Returns the holders against which memory is reserved for a request: one without a deadline can wait for all of
+    /// them.
     const fn keep_from(want: &Want) -> Self {
         match want.deadline {
             Some(_) => Self::Ours,
@@ -290,12 +292,13 @@ impl Whose {
     }
 }
 
-/// A start that a request may wait for. Our choice: a pause between two turns of a conversation.
+/// Longest start that a request waits for. Our choice: a pause between two turns of a conversation.
 const QUICK_START: Duration = Duration::from_secs(3);
 
-/// A worker that is started again for the engine has run so many times as long: one request in twenty finds it starting.
+/// Minimum run time before a restart for the engine, as a multiple of the start: one request in twenty finds it
+/// starting.
 const RUN_LEAST: u32 = 20;
 
-/// A worker that has had no request for so long has none of the answer that is spoken. Our choice: sentences of a slow LLM come
-/// about as often.
+/// Time without requests after which a worker has no part in a spoken answer. Our choice: about the interval between
+/// sentences of a slow LLM.
 const PAUSE: Duration = Duration::from_secs(1);

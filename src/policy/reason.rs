@@ -15,11 +15,11 @@ use super::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// For what memory is reclaimed.
+/// Purpose of a reclaim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum ReclaimReason {
-    /// A request or a worker's start; `needed` beyond what it holds.
+    /// A request or a worker's start; `needed` beyond the bytes it holds.
     #[error(
         "`{tenant}` ({class}) needs {needed} more, {free} is free and {coming_back} is on its way back, of a \
          {budget} budget"
@@ -32,7 +32,7 @@ pub enum ReclaimReason {
         coming_back: Bytes,
         budget: Bytes,
     },
-    /// The engine's floor, `missing` of which is not free.
+    /// The engine's floor; `missing` bytes of it are not free.
     #[error("the engine needs {missing} more for its floor of {floor}, {free} is free")]
     EngineFloor {
         missing: Bytes,
@@ -41,10 +41,10 @@ pub enum ReclaimReason {
     },
     #[error("an operator asked for {asked}")]
     Operator { asked: Bytes },
-    /// More is held than the budget, since that was lowered.
+    /// The budget was lowered below `held`.
     #[error("{over} more is held than the budget, which was lowered to {budget}")]
     OverBudget { over: Bytes, budget: Bytes },
-    /// Headroom below the watermark; `missing` more are to come back for a headroom of `wanted`.
+    /// Headroom below the watermark; `missing` bytes restore a headroom of `wanted`.
     #[error(
         "{level}: headroom {headroom} is below {watermark}, {missing} more are to come back for {wanted}"
     )]
@@ -60,7 +60,7 @@ pub enum ReclaimReason {
 /// A plan in figures that do not need its model's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanSize {
-    /// Layers all of whose parts are in memory, and all layers.
+    /// Completely resident layers, and all layers.
     pub resident: (u32, u32),
     pub kv_capacity: Tokens,
     pub kv_type: KvType,
@@ -68,7 +68,7 @@ pub struct PlanSize {
 }
 
 impl PlanSize {
-    /// The size of a plan; without bytes and layers while the shape is unknown.
+    /// Returns the size of a plan; without bytes and layers while the shape is unknown.
     #[must_use]
     pub fn of(shape: Option<&ModelShape>, plan: &EnginePlan) -> Self {
         Self {
@@ -82,7 +82,7 @@ impl PlanSize {
     }
 }
 
-/// From which plan to which.
+/// Old and new plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("from {from} to {to}")]
 pub struct PlanChange {
@@ -99,7 +99,7 @@ impl PlanChange {
     }
 }
 
-/// Why the engine gets another plan.
+/// Reason for another plan of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum PlanReason {
@@ -109,10 +109,10 @@ pub enum PlanReason {
         gives: Bytes,
         change: PlanChange,
     },
-    /// An operator wants KV kept as the type of the new plan.
+    /// An operator requested the KV type of the new plan.
     #[error("an operator wants KV kept as {}: {change}", change.to.kv_type)]
     KvType { change: PlanChange },
-    /// A request wants so much KV capacity.
+    /// A request needs `wanted` tokens of KV capacity.
     #[error("a request wants {wanted} tokens of KV capacity: {change}")]
     Capacity { wanted: Tokens, change: PlanChange },
     /// The full plan takes no more than the one in force.
@@ -129,7 +129,7 @@ pub enum PlanReason {
         streamed: Bytes,
         change: PlanChange,
     },
-    /// What was shed comes back; `above` is the headroom beyond the watermark and its hysteresis.
+    /// Regrowth; `above` is the headroom beyond the watermark and its hysteresis.
     #[error(
         "growing back by {gains}: {free} is free, headroom {above} above the watermark and its hysteresis; {change}"
     )]
@@ -139,10 +139,10 @@ pub enum PlanReason {
         above: Bytes,
         change: PlanChange,
     },
-    /// To know which plan is in force.
+    /// Confirmation of the plan in force.
     #[error("to know what is in force")]
     Confirm,
-    /// It was asked for before and not answered.
+    /// An earlier request was not answered.
     #[error("asked before, without an answer")]
     Unanswered,
 }
@@ -154,39 +154,39 @@ pub enum StopReason {
     /// To make room; it holds `held`.
     #[error("for its {held}: {reclaim}")]
     Reclaim { held: Bytes, reclaim: ReclaimReason },
-    /// It was asked to come down for want of memory, and has not.
+    /// It was asked to shrink because of a shortage, and did not.
     #[serde(alias = "not_smaller")]
     #[error("{0}")]
     IgnoredPressure(IgnoredPressure),
-    /// It did not answer after its start.
+    /// It was not ready in time after its start.
     #[error("it did not answer within {:.1} s", within.as_secs_f64())]
     NotReady { within: Duration },
-    /// It has not ended within its grace, and is stopped again.
+    /// It did not end within its grace, and is stopped again.
     #[error("it has not ended within its grace, and is stopped again")]
     NotStopped,
-    /// It did not answer whether it has changed its variant.
+    /// It did not confirm a change of variant.
     #[error("it did not answer within {:.1} s whether it is `{variant}`", within.as_secs_f64())]
     NotChanged { variant: String, within: Duration },
-    /// It has had nothing to do.
+    /// It was idle.
     #[error("it has had nothing to do")]
     Idle,
-    /// It holds more than it may.
+    /// It holds more than permitted.
     #[error("it has outgrown what it may hold")]
     Outgrown,
     #[error("an operator asked for it")]
     Operator,
-    /// An operator asked to restart it.
+    /// An operator requested a restart.
     #[error("an operator asked to restart it")]
     Recycle,
-    /// It was taken over with more than the budget has.
+    /// It was taken over with more than the budget.
     #[error("it holds {held}, and the budget is {budget}")]
     OverBudget { held: Bytes, budget: Bytes },
-    /// The run before this one had asked it to stop.
+    /// The previous run had asked it to stop.
     #[error("it was asked to stop before the supervisor ended")]
     AskedBefore,
 }
 
-/// A worker that was notified that memory is short, or has confirmed a smaller variant, and has not come down.
+/// A worker that was notified of a shortage, or confirmed a smaller variant, and did not shrink.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(default)]
 #[error(
@@ -198,10 +198,10 @@ pub enum StopReason {
 pub struct IgnoredPressure {
     pub worker: String,
     pub pid: u32,
-    /// `None` where it cannot be measured.
+    /// `None` if it cannot be measured.
     pub used: Option<Bytes>,
     pub target: Bytes,
-    /// How long the deadline is over.
+    /// Time since the deadline.
     pub late: Duration,
 }
 
@@ -219,7 +219,7 @@ pub enum LevelReason {
         stalled_us: u64,
         of_us: u64,
     },
-    /// Samples in a row show allocations that stalled, or scanned pages themselves.
+    /// Consecutive samples show stalled allocations, or direct page scans.
     #[error(
         "headroom {headroom} is below {watermark}, and {stalls} allocations stalled and {scans} pages were scanned \
          by their callers, again"
@@ -230,7 +230,7 @@ pub enum LevelReason {
         stalls: u64,
         scans: u64,
     },
-    /// File pages are read again, so many per second, for so long.
+    /// File pages are refaulted at `per_s` per second, for `lasted`.
     #[error(
         "headroom {headroom} is not plentiful, and {per_s} file pages are read again per second for {:.1} s",
         lasted.as_secs_f64()
@@ -240,7 +240,7 @@ pub enum LevelReason {
         per_s: u64,
         lasted: Duration,
     },
-    /// The kernel refused so many allocations of CMA.
+    /// The kernel refused `refused` CMA allocations.
     #[error("headroom {headroom} is not plentiful, and CMA refused {refused} allocations")]
     CmaRefused { headroom: Bytes, refused: u64 },
     /// Below the watermark, and confirmed.
@@ -263,17 +263,17 @@ pub enum LevelReason {
     },
 }
 
-/// Why one sample below a watermark is believed.
+/// Why a sample below a watermark is trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Confirmation {
-    /// The sample before it, with this headroom, was below as well.
+    /// The previous sample, with this headroom, was also below.
     #[error("second sample in a row, {before} before")]
     SecondSample { before: Bytes },
-    /// The first one below the lower watermark.
+    /// The first sample below the lower watermark.
     #[error("first sample below the lower watermark, {before} before")]
     FirstSample { before: Bytes },
-    /// At the present slope `left` is left in `ahead_ms`.
+    /// At the present slope, `left` remains in `ahead_ms`.
     #[error("{lost} lost in {took_ms} ms, so {left} is left in {ahead_ms} ms")]
     Slope {
         lost: Bytes,
@@ -284,10 +284,10 @@ pub enum Confirmation {
     /// PSI `some`.
     #[error("PSI some stalled {stalled_us} µs of {of_us} µs")]
     Stalled { stalled_us: u64, of_us: u64 },
-    /// Allocations that stalled.
+    /// Stalled allocations.
     #[error("{count} allocations stalled")]
     Stalls { count: u64 },
-    /// Pages that were scanned by those who allocate.
+    /// Pages scanned by allocating tasks.
     #[error("{pages} pages scanned by those who allocate")]
     Scans { pages: u64 },
     #[error("{pages} pages swapped in within {took_ms} ms")]
@@ -296,7 +296,7 @@ pub enum Confirmation {
     Refaults { pages: u64, took_ms: u64 },
 }
 
-/// Why a holder is not asked to give anything.
+/// Why a holder is spared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum SpareReason {
@@ -304,21 +304,21 @@ pub enum SpareReason {
     AsUrgent(Class),
     #[error("{0} is more urgent")]
     MoreUrgent(Class),
-    /// It is under a target already.
+    /// It already has a lower target.
     #[error("is coming down to {to} already")]
     ComingDown { to: Bytes },
     #[error("is ending already")]
     Ending,
-    /// The engine is loading, or failed to shed a moment ago.
+    /// The engine is loading, or failed to shed recently.
     #[error("is loading, or failed to shed a moment ago")]
     EngineBusy,
-    /// The engine has no KV blocks to give, and its layers cost more than the level may.
+    /// The engine has no KV blocks to give, and its layers cost more than the level permits.
     #[error("has no KV blocks to give, and its layers cost more than this level may")]
     KeepsLayers,
-    /// The engine has given all that it can.
+    /// The engine has nothing left to give.
     #[error("has given up all that it can")]
     AllGiven,
-    /// Holders of this class, or workers, give only while the headroom is Critical.
+    /// Holders of this class, or workers, are reclaimed only while the headroom is Critical.
     #[error("{0} gives only while the headroom is Critical")]
     BeforeCritical(Class),
     #[error("is at its least of {0}")]
@@ -329,7 +329,7 @@ pub enum SpareReason {
     Changing,
     #[error("is busy")]
     Busy,
-    /// By a rule of an older version, in its journal.
+    /// Rule of an older version, in its journal.
     #[serde(
         rename = "recovered",
         alias = "workers_before_critical",
@@ -338,7 +338,7 @@ pub enum SpareReason {
     )]
     #[error("was not asked by a rule of an older version")]
     Older,
-    /// A worker that was stopped to make room and was needed again at once; it is not stopped for so long.
+    /// A worker that was needed at once after a stop to make room; not stopped for the remaining time.
     #[error(
         "was wanted again at once when it was stopped; it is not stopped for {:.0} s",
         remaining.as_secs_f64()
@@ -346,7 +346,7 @@ pub enum SpareReason {
     WantedAgain { remaining: Duration },
 }
 
-/// A holder, what it holds, and what of that can be reclaimed.
+/// A holder, its bytes, and the reclaimable part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     pub holder: LeaseName,
@@ -355,7 +355,7 @@ pub struct Share {
     pub spared: Option<SpareReason>,
 }
 
-/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`; tokens that are not kept as `f16` with their type.
+/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`; with the KV type unless it is `f16`.
 impl fmt::Display for PlanSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ((resident, layers), tokens) = (self.resident, self.kv_capacity);
@@ -370,7 +370,7 @@ impl fmt::Display for PlanSize {
     }
 }
 
-/// What a holder is measured to use.
+/// Returns the measured use of a holder, for messages.
 pub(super) fn still_uses(used: Option<Bytes>) -> String {
     used.map_or_else(
         || "cannot be measured".to_owned(),

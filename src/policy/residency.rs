@@ -1,8 +1,8 @@
 //! Shape of a model, plans of the engine, and the bytes of a plan.
 //!
-//! A plan says which layers are resident, how many tokens the KV cache may hold, and how many tokens one prefill chunk has.
-//! Every byte of it can be computed beforehand from the [`ModelShape`], so that the book and the engine speak of the same
-//! number. Larger and smaller plans are in `plan`.
+//! A plan states the resident layers, the KV capacity in tokens, and the tokens of a prefill chunk. Its bytes are
+//! computed from the [`ModelShape`] in advance, so that ledger and engine use the same figure. Larger and smaller plans
+//! are in `plan`.
 
 use std::collections::BTreeSet;
 
@@ -29,23 +29,22 @@ pub enum LayerKind {
     Recurrent,
 }
 
-/// A part that can be resident or streamed by itself: a layer, a group of tensors of a large layer, or a tile of the
-/// output head.
+/// A part that is resident or streamed: a layer, a group of tensors of a large layer, or a tile of the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
     /// Attention, recurrent, or the head.
     pub kind: LayerKind,
-    /// Parts of the same layer before this one, or tiles before it.
+    /// Index of the part within its layer, or of the tile within the head.
     #[serde(default)]
     pub part: u32,
-    /// Memory that the weights occupy when resident, whole pages included.
+    /// Memory of the resident weights, in whole pages.
     pub resident_bytes: Bytes,
 }
 
-/// Bytes that one token of context occupies in the KV cache.
+/// Bytes per token of context in the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvShape {
-    /// Layers that attend, those with windows included; recurrent layers keep a fixed state instead.
+    /// Layers with attention, including windowed ones; recurrent layers keep a fixed state instead.
     pub attention_layers: u32,
     /// Key and value heads of one layer.
     pub kv_heads: u32,
@@ -53,28 +52,28 @@ pub struct KvShape {
     pub head_dim: u32,
     /// Bytes of one element in the largest type: 2 for f16.
     pub element_bytes: u32,
-    /// Memory is had and given back in pieces of this size, huge pages for large caches; zero for any size.
+    /// Unit of allocation and release, huge pages for large caches; zero for any size.
     #[serde(default)]
     pub granule: Bytes,
-    /// Tokens of one KV block, the unit in which capacity is allocated and given back.
+    /// Tokens of one KV block, the unit of capacity.
     pub block_tokens: Tokens,
-    /// The layers of them with sliding windows, where there are any.
+    /// The layers with sliding windows among them, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windowed: Option<WindowedKv>,
 }
 
-/// Attention layers that see only the last tokens, and keep no others.
+/// Attention layers that attend to and keep only the last tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WindowedKv {
-    /// How many.
+    /// Number of layers.
     pub layers: u32,
-    /// KV blocks that each keeps at most: those of the window, and of the tokens that attend together.
+    /// Maximum KV blocks of each layer: those of the window, and of the tokens computed together.
     pub blocks: u32,
 }
 
 impl KvShape {
-    /// Memory that one token of context occupies as `kind`, keys and values of all layers together that keep the whole
-    /// context. Those with windows come on top, as a constant for all but short contexts.
+    /// Returns the memory of one token of context as `kind`: keys and values of all layers that keep the whole context.
+    /// Windowed layers add a constant, except for short contexts.
     ///
     /// ```
     /// # use cotenant_policy::{kv_type::KvType, residency::{KvShape, WindowedKv}};
@@ -109,7 +108,7 @@ impl KvShape {
         Bytes::new(rows * self.row_bytes(kind))
     }
 
-    /// Layers that keep only the last tokens.
+    /// Returns the number of layers that keep only the last tokens.
     #[must_use]
     pub const fn windowed_layers(&self) -> u32 {
         match self.windowed {
@@ -118,7 +117,7 @@ impl KvShape {
         }
     }
 
-    /// The layers that keep the whole context, by themselves.
+    /// Returns the shape of the layers that keep the whole context.
     #[must_use]
     pub const fn whole(&self) -> Self {
         Self {
@@ -128,7 +127,7 @@ impl KvShape {
         }
     }
 
-    /// The layers with windows by themselves, and how many blocks each keeps at most.
+    /// Returns the shape of the windowed layers, and the maximum blocks of each.
     #[must_use]
     pub fn windows(&self) -> Option<(Self, u32)> {
         let windowed = self.windowed.filter(|windowed| windowed.layers > 0)?;
@@ -142,8 +141,8 @@ impl KvShape {
         ))
     }
 
-    /// Tokens of a sequence that every layer keeps: more than those are not kept by the layers with windows, so that the
-    /// sequence can be cut back only a little.
+    /// Returns the maximum tokens of a sequence that can be cut back: windowed layers keep no older ones. `None` if
+    /// there is no such limit.
     #[must_use]
     pub const fn cut_back_max(&self) -> Option<Tokens> {
         match self.windowed {
@@ -154,7 +153,7 @@ impl KvShape {
         }
     }
 
-    /// Memory that the keys or the values of one head occupy for one token.
+    /// Returns the bytes of the keys or the values of one head for one token.
     #[must_use]
     pub const fn row_bytes(&self, kind: KvType) -> u64 {
         match kind {
@@ -163,14 +162,14 @@ impl KvShape {
         }
     }
 
-    /// Memory that one KV block occupies in all attention layers together.
+    /// Returns the bytes of one KV block in all attention layers.
     #[must_use]
     pub const fn block_bytes(&self, kind: KvType) -> Bytes {
         self.of_layers(self.attention_layers, kind)
             .saturating_mul(self.block_tokens.get() as u64)
     }
 
-    /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
+    /// Returns the bytes of a capacity of `tokens`: whole blocks and whole granules.
     #[must_use]
     pub const fn capacity_bytes(&self, tokens: Tokens, kind: KvType) -> Bytes {
         if self.block_tokens.get() == 0 {
@@ -179,7 +178,7 @@ impl KvShape {
         self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()), kind)
     }
 
-    /// Memory that so many blocks occupy: whole granules, of the layers with windows no more blocks than they keep.
+    /// Returns the bytes of `blocks` blocks in whole granules; windowed layers count at most the blocks that they keep.
     #[must_use]
     pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
         let tokens = self.block_tokens.get() as u64;
@@ -205,7 +204,7 @@ impl KvShape {
             .saturating_add(windows.round_up(self.granule))
     }
 
-    /// The most blocks at the end of `blocks` that hold no more than `bytes` together.
+    /// Returns the maximum number of blocks at the end of `blocks` that take at most `bytes` together.
     #[must_use]
     pub fn blocks_within(&self, blocks: u32, kind: KvType, bytes: Bytes) -> u32 {
         let all = self.blocks_bytes(blocks, kind);
@@ -223,7 +222,7 @@ impl KvShape {
     }
 }
 
-/// The memory of a model, piece by piece, as the engine reports it after it has read the file's header.
+/// Memory of a model by part, reported by the engine from the file's header.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelShape {
     /// Name that clients use.
@@ -232,38 +231,38 @@ pub struct ModelShape {
     pub architecture: String,
     /// The layers, first to last, some in several parts; then the output head in tiles.
     pub layers: Vec<LayerShape>,
-    /// What is resident in every plan: norms, tokenizer, the engine's own structures.
+    /// Memory resident in every plan: norms, tokenizer, the engine's own structures.
     pub fixed_bytes: Bytes,
     /// Recurrent and convolution state of one sequence.
     pub state_bytes: Bytes,
     /// KV cache.
     pub kv: KvShape,
-    /// The longest context that the model was made for.
+    /// Longest context supported by the model.
     pub context_max: Tokens,
     /// Workspace that does not depend on the prefill chunk.
     pub workspace_fixed_bytes: Bytes,
-    /// Workspace for each token of a prefill chunk.
+    /// Workspace per token of a prefill chunk.
     pub workspace_bytes_per_token: Bytes,
-    /// Staging ring that is needed as soon as one part is streamed.
+    /// Staging ring, needed if any part is streamed.
     pub ring_bytes: Bytes,
 }
 
-/// What the engine should hold.
+/// Target sizes of the engine's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnginePlan {
-    /// Parts of [`ModelShape::layers`] whose weights are in memory; the others are streamed.
+    /// Indices of resident parts of [`ModelShape::layers`]; the others are streamed.
     pub resident: BTreeSet<u32>,
-    /// Tokens that the KV cache may hold; whole blocks.
+    /// KV capacity in tokens; whole blocks.
     pub kv_capacity: Tokens,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
-    /// In what form the KV cache keeps its numbers. Plans of before there was a choice have `f16`.
+    /// KV type; `f16` in plans of older versions.
     #[serde(default)]
     pub kv_type: KvType,
 }
 
 impl EnginePlan {
-    /// The least plan that has all that either of two has.
+    /// Returns the smallest plan that contains both plans.
     #[must_use]
     pub fn with_all_of(&self, other: &Self) -> Self {
         Self {
@@ -275,14 +274,14 @@ impl EnginePlan {
     }
 }
 
-/// What a plan has to respect, besides the bytes.
+/// Constraints of a plan besides its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanLimits {
     /// KV capacity of the full plan.
     pub kv_wanted: Tokens,
     /// KV capacity of the floor.
     pub kv_floor: Tokens,
-    /// KV capacity that the running sequence uses: no plan goes below it.
+    /// KV capacity in use by the running sequence: lower bound of every plan.
     pub kv_used: Tokens,
     /// KV type of the full plan.
     pub kv_type: KvType,
@@ -290,18 +289,18 @@ pub struct PlanLimits {
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
-    /// The most that [`ModelShape::rechunked`] gives it.
+    /// Maximum chunk set by [`ModelShape::rechunked`].
     pub prefill_chunk_max: Tokens,
-    /// Layers that stay resident in every plan.
+    /// Layers that are resident in every plan.
     pub resident_min: u32,
-    /// What context and speed are worth to each other.
+    /// Relative value of context and speed.
     pub mode: ResidencyMode,
-    /// By which that is reckoned.
+    /// Speed used for prices.
     pub speed: Calibration,
 }
 
 impl PlanLimits {
-    /// The limits that the settings ask for, while a sequence uses `kv_used` tokens, at the speed of the field.
+    /// Returns the configured limits while a sequence uses `kv_used` tokens, with field values for the speed.
     #[must_use]
     pub fn new(params: &EngineParams, kv_used: Tokens) -> Self {
         Self {
@@ -318,13 +317,13 @@ impl PlanLimits {
         }
     }
 
-    /// The same at a speed that was measured.
+    /// Sets a measured speed.
     #[must_use]
     pub const fn at_speed(self, speed: Calibration) -> Self {
         Self { speed, ..self }
     }
 
-    /// The same with larger chunks while parts are streamed: only for a speed of prompts that was measured.
+    /// Permits larger chunks while parts are streamed; requires a measured prompt speed.
     #[must_use]
     pub fn with_chunks_up_to(self, most: Tokens) -> Self {
         Self {
@@ -333,7 +332,7 @@ impl PlanLimits {
         }
     }
 
-    /// The same with all plans at one chunk, as it has to be while a prompt may be under way in it.
+    /// Fixes the chunk of all plans, as required while a prompt may be in progress.
     #[must_use]
     pub const fn at_chunk(self, chunk: Tokens) -> Self {
         Self {
@@ -352,7 +351,7 @@ impl PlanLimits {
 pub struct FloorError {
     /// Name of the model.
     pub model: String,
-    /// The least it runs with.
+    /// Bytes of the floor.
     pub floor: Bytes,
     /// Resident layers of the floor.
     pub resident: Layers,
@@ -360,12 +359,12 @@ pub struct FloorError {
     pub layers: Layers,
     /// KV capacity of the floor.
     pub kv_tokens: Tokens,
-    /// What it was offered.
+    /// Bytes available.
     pub available: Bytes,
 }
 
 impl ModelShape {
-    /// What of the layers is not among the `resident` ones.
+    /// Returns the bytes of the parts that are not `resident`.
     #[must_use]
     pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
         let streamed = self
@@ -376,7 +375,8 @@ impl ModelShape {
         streamed.map(|(layer, _)| layer.resident_bytes).sum()
     }
 
-    /// The least that one layer more takes: the last one makes the staging ring superfluous. `None` where all are resident.
+    /// Returns the minimum bytes of one more layer: the last one makes the staging ring unnecessary. `None` if all are
+    /// resident.
     pub(crate) fn least_layer_without(&self, resident: &BTreeSet<u32>) -> Option<Bytes> {
         let streamed = self.layers.iter().zip(0u32..);
         let streamed = streamed.filter(|(_, index)| !resident.contains(index));
@@ -385,7 +385,7 @@ impl ModelShape {
         Some(layer.min(all))
     }
 
-    /// Layers of the model, however many parts they are in.
+    /// Returns the number of layers, regardless of their parts.
     #[must_use]
     pub fn layer_count(&self) -> u32 {
         let firsts = self
@@ -395,7 +395,7 @@ impl ModelShape {
         u32::try_from(firsts.count()).unwrap_or(u32::MAX)
     }
 
-    /// Layers all of whose parts are in memory under `plan`.
+    /// Returns the number of layers that are completely resident under `plan`.
     #[must_use]
     pub fn resident_layers(&self, plan: &EnginePlan) -> u32 {
         let mut layers = 0;
@@ -410,7 +410,7 @@ impl ModelShape {
         layers + u32::from(whole)
     }
 
-    /// Parts that `layers` layers amount to.
+    /// Returns the number of parts that correspond to `layers` layers.
     pub(crate) fn parts_of(&self, layers: u32) -> usize {
         let layers_in_all = u64::from(self.layer_count().max(1));
         let heads = self
@@ -425,7 +425,7 @@ impl ModelShape {
         usize::try_from(parts).unwrap_or(usize::MAX)
     }
 
-    /// The bytes that the engine holds under `plan`, all kinds together.
+    /// Returns the bytes that the engine holds under `plan`.
     #[must_use]
     pub fn plan_bytes(&self, plan: &EnginePlan) -> Bytes {
         let layers = plan.resident.iter().filter_map(|index| {
@@ -453,7 +453,7 @@ impl ModelShape {
         .fold(resident, Bytes::saturating_add)
     }
 
-    /// What a larger chunk takes more than a smaller one.
+    /// Returns the additional bytes of a larger chunk.
     #[must_use]
     pub fn chunk_bytes(&self, smaller: Tokens, larger: Tokens) -> Bytes {
         let more = larger.get().saturating_sub(smaller.get());

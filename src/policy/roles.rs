@@ -1,18 +1,18 @@
-//! Roles of gRPC peers, and how much of something peers may have open.
+//! Roles of gRPC peers, and limits on open objects.
 
-/// What a peer is to the supervisor.
+/// Permissions of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Role {
-    /// Does everything; from another machine all but leases, whose holder is a process that is measured here.
+    /// Everything; from another machine all but leases, whose holder must be a process that can be measured here.
     #[error("operator")]
     Operator,
-    /// Has leases of its own, generates, and reads.
+    /// Own leases, generation, and reading.
     #[error("tenant")]
     Tenant,
-    /// Reads.
+    /// Reading.
     #[error("viewer")]
     Viewer,
-    /// Reads, and intervenes when memory is short: sheds, drains, recycles workers.
+    /// Reading, and intervention in a shortage: shed, drain, recycle workers.
     #[error("watchdog")]
     Watchdog,
 }
@@ -26,12 +26,12 @@ pub struct Ids {
     pub gids: Vec<u32>,
 }
 
-/// How many of something may be open.
+/// Limits on the number of open objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// By one process.
+    /// Per process.
     pub per_process: u64,
-    /// By all processes of one user.
+    /// Per user, over all processes.
     pub per_user: u64,
     /// In all.
     pub total: u64,

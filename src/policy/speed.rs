@@ -1,34 +1,34 @@
-//! Speed of the engine, by which prices are computed and tokens are predicted.
+//! Speed of the engine, for prices and predictions.
 //!
-//! One token takes the longer of computing and reading: the weights are computed on, and those that are not resident are
-//! read meanwhile; [`streaming`](super::streaming) computes the passage of the parts through the ring, and differs by
-//! little. Both times are kept for each MiB of weights, since they grow with those; figures of the field stand in until
-//! the engine has measured its own.
+//! One token takes the longer of computing on the weights and reading those that are not resident;
+//! [`streaming`](super::streaming) simulates the passage of the parts through the ring, with a small difference. Both
+//! times are kept per MiB of weights, since they are proportional to those; field values apply until the engine has
+//! measured its own.
 
 use serde::{Deserialize, Serialize};
 
 use cotenant_units::{Bytes, Tokens};
 
-/// Times of the engine and the disk, in ns for each MiB of weights.
+/// Times of the engine and the disk, in ns per MiB of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Calibration {
-    /// To compute one token of an answer, for each MiB of layers and head.
+    /// Computing one token of an answer, per MiB of layers and head.
     pub compute_ns_per_mib: u64,
-    /// To read weights while no kernel computes.
+    /// Reading weights while no kernel computes.
     pub read_ns_per_mib: u64,
-    /// To read them while kernels compute.
+    /// Reading weights while kernels compute.
     pub read_busy_ns_per_mib: u64,
-    /// Loss of computing by each MiB that is read meanwhile: the readers need a processor too.
+    /// Delay of computing per MiB read at the same time: readers need a processor too.
     pub slowed_ns_per_mib: u64,
-    /// To compute one token of a prompt, for each MiB of layers and head; zero where that was not measured.
+    /// Computing one token of a prompt, per MiB of layers and head; zero if not measured.
     #[serde(default)]
     pub prefill_ns_per_mib: u64,
 }
 
-/// One answer as the engine timed it.
+/// Timing of one answer by the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timing {
-    /// Tokens of the prompt that were computed.
+    /// Computed tokens of the prompt.
     pub prompt_tokens: Tokens,
     /// Time for them, µs.
     pub prompt_us: u64,
@@ -39,7 +39,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Time for each token of the answer, ns; `None` for one that is too short to tell.
+    /// Returns the time per token of the answer, ns; `None` if it is too short.
     #[must_use]
     pub fn token_ns(&self) -> Option<u64> {
         let tokens = self.answer_tokens.get();
@@ -48,7 +48,7 @@ impl Timing {
 }
 
 impl Calibration {
-    /// Figures of the field, until the engine has measured its own.
+    /// Field values, until the engine has measured its own.
     pub const FIELD: Self = Self {
         compute_ns_per_mib: COMPUTE_NS_PER_MIB,
         read_ns_per_mib: READ_NS_PER_MIB,
@@ -57,8 +57,8 @@ impl Calibration {
         prefill_ns_per_mib: PREFILL_NS_PER_MIB,
     };
 
-    /// Learns from a prompt that was read with all `weights` in memory. The newest counts for a quarter; a few tokens say
-    /// nothing.
+    /// Learns from a prompt computed with all `weights` in memory. The newest value counts a quarter; prompts of a few
+    /// tokens are ignored.
     #[must_use]
     pub fn learn_prompt(self, timing: &Timing, weights: Bytes) -> Self {
         let (tokens, mib) = (timing.prompt_tokens.get(), weights.whole_mib());
@@ -77,14 +77,15 @@ impl Calibration {
         }
     }
 
-    /// Time to read so much of the weights once, µs.
+    /// Returns the time to read weights of this size once, µs.
     #[must_use]
     pub const fn reading_us(&self, bytes: Bytes) -> u64 {
         in_us(self.read_busy_ns_per_mib, bytes)
     }
 
-    /// Time for one token of an answer while `streamed` of `weights` are read for it, µs: the longer of computing and reading.
-    /// The part of them that is `exposed`, beyond what a ring holds ahead, is read while nothing else is computed.
+    /// Returns the time for one token of an answer while `streamed` of `weights` are read for it, µs: the longer of
+    /// computing and reading. Of these, `exposed` bytes exceed the ring's read-ahead and are read while nothing is
+    /// computed.
     #[must_use]
     pub fn token_us(&self, weights: Bytes, (streamed, exposed): (Bytes, Bytes)) -> u64 {
         let longer = self
@@ -97,7 +98,7 @@ impl Calibration {
             .max(self.reading_us(streamed))
     }
 
-    /// Time to read one token of a prompt, in ns.
+    /// Returns the time to compute one token of a prompt, ns.
     #[must_use]
     pub const fn prefill_token_ns(&self, weights: Bytes) -> u64 {
         in_us(self.prefill_ns_per_mib.saturating_mul(1000), weights)
@@ -105,7 +106,7 @@ impl Calibration {
 }
 
 pub(super) const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
-    // KiB, so that small models do not cost nothing.
+    // KiB, so that small models do not round to zero.
     ns_per_mib.saturating_mul(bytes.get() / 1024) / 1024 / 1000
 }
 
@@ -113,9 +114,9 @@ pub(super) const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
 const COMPUTE_NS_PER_MIB: u64 = 18_700;
 /// Qwen3-8B in Q4_K_M, 4.68 GiB, reads prompts of 512 tokens at 353.7 per second on an Orin NX: 2827 µs for 4792 MiB.
 const PREFILL_NS_PER_MIB: u64 = 590;
-/// 2 GiB/s, the lower end of what NVMe drives on the board are said to give.
+/// 2 GiB/s, the lower end of figures reported for NVMe drives on the board.
 const READ_NS_PER_MIB: u64 = 488_000;
-/// Shorter answers are mostly their beginning.
+/// Minimum tokens of a timing: shorter answers consist mostly of start-up time.
 const TOKENS_LEAST: u32 = 8;
 
 #[cfg(test)]

@@ -1,31 +1,31 @@
 //! Predicted time of a token with streamed weights.
 //!
-//! Reading and computing go on at the same time, through a ring: the readers are ahead of the kernels by at most its
-//! length. So neither the sum nor the larger of the two is right where they are near each other. The passage of the
-//! parts through the ring is reckoned instead, part by part in their order.
+//! Reading and computing overlap through a ring: readers are ahead of the kernels by at most its length. If both times
+//! are similar, neither their sum nor their maximum is accurate. Therefore the passage of the parts through the ring is
+//! simulated, part by part in order.
 
 use std::collections::BTreeSet;
 
 use super::{residency::ModelShape, speed::Calibration};
 use cotenant_units::Bytes;
 
-/// The ring on its way through the parts.
+/// State of the ring during the passage.
 struct Passage<'a> {
     by: &'a Calibration,
     ring: u64,
-    /// Bytes in the ring that are read and not given back yet.
+    /// Bytes in the ring that are read and not consumed yet.
     ahead: u64,
     now_ns: u64,
 }
 
 impl Calibration {
-    /// Time for one token of an answer while only `resident` parts are in memory, ns.
+    /// Returns the time for one token of an answer while only `resident` parts are in memory, ns.
     #[must_use]
     pub fn token_ns(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
         self.token_ns_by(shape, resident, &|_| MEAN)
     }
 
-    /// The same where part `n` takes `cost(n)` thousandths of the mean time for each MiB.
+    /// Returns the same if part `n` takes `cost(n)` thousandths of the mean time per MiB.
     #[must_use]
     pub fn token_ns_by(
         &self,
@@ -40,7 +40,7 @@ impl Calibration {
             now_ns: 0,
         };
         let mut before = 0;
-        // The ring is in its rhythm after one token; the first starts with an empty one.
+        // The first token starts with an empty ring; later ones are in the steady state.
         for _ in 0..TOKENS {
             before = passage.now_ns;
             for (part, index) in shape.layers.iter().zip(0u32..) {
@@ -54,8 +54,8 @@ impl Calibration {
         passage.now_ns - before
     }
 
-    /// Learns from an answer whose tokens took `token_ns` each with only `resident` parts in memory. What took longest is what
-    /// has another speed now, the disk or the processors; the newest counts for a quarter.
+    /// Learns from an answer with `token_ns` per token and only `resident` parts in memory. The change is attributed to
+    /// the slower of reading and computing; the newest value counts a quarter.
     #[must_use]
     pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
         let foretold = self.token_ns(shape, resident).max(1);
@@ -67,7 +67,7 @@ impl Calibration {
             time_of(all.get(), self.compute_ns_per_mib),
             time_of(streamed.get(), self.read_ns_per_mib),
         );
-        // One answer in a bad moment does not turn everything over.
+        // Limits the effect of one outlier.
         let measured = token_ns.clamp(
             foretold / LEARNED_MOST,
             foretold.saturating_mul(LEARNED_MOST),
@@ -80,7 +80,7 @@ impl Calibration {
         }
     }
 
-    /// The same engine, on a machine whose disk now takes `read_ns_per_mib` while no kernel computes.
+    /// Returns the calibration for a disk that takes `read_ns_per_mib` while no kernel computes.
     #[must_use]
     pub fn with_reading(self, read_ns_per_mib: u64) -> Self {
         let busy = scaled(
@@ -95,7 +95,7 @@ impl Calibration {
         }
     }
 
-    /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nothing is read.
+    /// Returns the calibration for processors that take `compute_ns_per_mib` while nothing is read.
     #[must_use]
     pub const fn with_computing(self, compute_ns_per_mib: u64) -> Self {
         Self {
@@ -104,13 +104,13 @@ impl Calibration {
         }
     }
 
-    /// Tokens per second, in thousandths.
+    /// Returns tokens per second, in thousandths.
     #[must_use]
     pub fn milli_tokens_per_s(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
         self.milli_tokens_per_s_by(shape, resident, &|_| MEAN)
     }
 
-    /// The same, with costs as [`Self::token_ns_by`] has them.
+    /// Returns the same with the costs of [`Self::token_ns_by`].
     #[must_use]
     pub fn milli_tokens_per_s_by(
         &self,
@@ -123,7 +123,7 @@ impl Calibration {
 }
 
 impl Passage<'_> {
-    /// Kernels compute on so many bytes; readers go on as far as there is room.
+    /// Computes on resident bytes; readers continue as far as there is room.
     fn compute(&mut self, bytes: u64, cost: u64) {
         let alone = scaled(time_of(bytes, self.by.compute_ns_per_mib), cost, MEAN);
         let room = self.ring.saturating_sub(self.ahead);
@@ -131,7 +131,7 @@ impl Passage<'_> {
             self.by.read_busy_ns_per_mib.max(1),
             self.by.slowed_ns_per_mib,
         );
-        // With readers all the while, each ns of computing takes busy / (busy − slowed).
+        // With continuous reading, each ns of computing takes busy / (busy − slowed).
         let stretched = (slowed < busy).then(|| scaled(alone, busy, busy - slowed));
         let read = stretched.map_or(u64::MAX, |time| scaled(time, MIB, busy));
         if read <= room {
@@ -143,7 +143,7 @@ impl Passage<'_> {
         }
     }
 
-    /// Kernels compute on so many bytes that come through the ring.
+    /// Computes on bytes that pass through the ring.
     fn stream(&mut self, bytes: u64, cost: u64) {
         let mut left = bytes;
         while left > 0 {
@@ -168,14 +168,14 @@ fn scaled(value: u64, by: u64, of: u64) -> u64 {
     u64::try_from(u128::from(value) * u128::from(by) / u128::from(of.max(1))).unwrap_or(u64::MAX)
 }
 
-/// Cost of a part that takes as long as the mean for each MiB.
+/// Cost of a part with the mean time per MiB.
 const MEAN: u64 = 1000;
 const MIB: u64 = Bytes::from_mib(1).get();
-/// Pieces of streamed parts: 2 MiB is between those of small and of large models.
+/// Size of the pieces of streamed parts: 2 MiB is between those of small and large models.
 const PIECE: u64 = 2 * MIB;
-/// An answer is taken to be at most so many times slower or faster than was foretold.
+/// Maximum ratio between measured and predicted time; larger ones are clamped.
 const LEARNED_MOST: u64 = 4;
-/// Tokens that are reckoned; the last one counts.
+/// Tokens simulated; the last one counts.
 const TOKENS: u32 = 3;
 
 #[cfg(test)]
