@@ -185,7 +185,7 @@ pub enum MemoryDecision {
     /// The machine has been in a state that only a reboot ends, for long enough.
     #[error("reboot advised: {0}")]
     RebootAdvised(RebootReason),
-    /// The machine has not been in that state for as long.
+    /// The machine has been out of that state for as long.
     #[error("reboot no longer advised; it was since {0}")]
     RebootNotAdvised(RebootReason),
     /// The memory of the machine, or the limit of a control group around the supervisor, is too small for the running

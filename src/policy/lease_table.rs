@@ -4,7 +4,7 @@
 //!   granted ── lower target ──► revoking ── answered, and then measured at the target ──► granted, credited
 //!                                  │ deadline, and a grace for the last measurement
 //!                                  ▼
-//!   granted ── release, expire ─► ending ── measured ──► gone; what is still used is unaccounted
+//!   granted ── release, expire ─► ending ── measured ──► gone; remaining use is unaccounted
 //! ```
 //!
 //! Neither an answer nor silence nor low use is credited: a holder that has not answered its target may not have

@@ -47,7 +47,7 @@ mod worker_control;
 
 pub use self::arbiter::Arbiter;
 
-// The file names this crate as others do.
+// `samples.rs` refers to this crate by its name, as other crates do.
 #[cfg(test)]
 extern crate self as cotenant_policy;
 #[cfg(test)]

@@ -13,7 +13,7 @@ pub enum PressureLevel {
     Normal,
     /// Below the upper watermark: optional memory does not grow, and some is shed.
     Elevated,
-    /// Below the lower watermark: shed at once.
+    /// Below the lower watermark: memory is shed at once.
     Critical,
 }
 

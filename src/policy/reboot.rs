@@ -61,7 +61,7 @@ pub(super) struct RebootAdvice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Refusals {
     count: u64,
-    /// The count before the series.
+    /// Count before the series.
     before: u64,
     /// Time of the last increase.
     risen_at: Timestamp,

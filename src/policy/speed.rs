@@ -112,7 +112,7 @@ pub(super) const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
 
 /// An Orin NX decodes at 0.87 of the 60 GB/s that its GPU reads: 56e9 bytes per second.
 const COMPUTE_NS_PER_MIB: u64 = 18_700;
-/// Qwen3-8B in Q4_K_M, 4.68 GiB, reads prompts of 512 tokens at 353.7 per second on an Orin NX: 2827 µs for 4792 MiB.
+/// Qwen3-8B in Q4_K_M, 4.68 GiB, computes prompts of 512 tokens at 353.7 tokens/s on an Orin NX: 2827 µs for 4792 MiB.
 const PREFILL_NS_PER_MIB: u64 = 590;
 /// 2 GiB/s, the lower end of figures reported for NVMe drives on the board.
 const READ_NS_PER_MIB: u64 = 488_000;
