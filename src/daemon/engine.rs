@@ -505,9 +505,18 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         kv_droppable: of_running(|running| running.droppable),
         kv_dropped: of_running(|running| running.dropped),
         untouched: snapshot.untouched,
-        beside: snapshot.kept.iter().map(idle_conversation).collect(),
+        beside: snapshot
+            .kept
+            .iter()
+            .take(NAMED_MAX)
+            .map(idle_conversation)
+            .collect(),
     }
 }
+
+/// Conversations named in a report, in the order in which they were parked: a shed takes the oldest first. Our choice:
+/// every measurement is a line of the journal, which they lengthen by at most 0.5 KiB.
+const NAMED_MAX: usize = 8;
 
 fn idle_conversation(kept: &Kept) -> IdleConversation {
     IdleConversation {
