@@ -125,8 +125,8 @@ fn threads(pid: u32) -> BTreeMap<OsString, (Duration, u32)> {
     tasks.map(|task| work(task.unwrap())).collect()
 }
 
-/// CPU time of a wake-up of a thread that only sleeps, meanwhile: some microseconds, and up to a millisecond in a virtual
-/// machine whose host takes its memory away.
+/// CPU time of a wake-up of a thread that only sleeps, over `meanwhile`: some microseconds, and up to a millisecond in a
+/// virtual machine whose host takes its memory away.
 fn wake_takes(meanwhile: Duration) -> Duration {
     const WAKES: u32 = 150;
     let own = Path::new("/proc/thread-self");
@@ -137,11 +137,25 @@ fn wake_takes(meanwhile: Duration) -> Duration {
     (cpu_time(own) - before) / WAKES
 }
 
+/// System calls so far by which a process has read.
+fn reads(pid: u32) -> u64 {
+    let io = fs::read_to_string(format!("/proc/{pid}/io")).unwrap();
+    let reads = io.lines().find_map(|line| line.strip_prefix("syscr: "));
+    reads.unwrap().parse().unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
-    const MEASURED: Duration = Duration::from_secs(20);
+    const SECONDS: u32 = 20;
+    const WAKES_PER_SECOND: u32 = 12;
+    /// Ten files with each of five samples, and as much again.
+    const READS_PER_SECOND: u64 = 100;
+    const MEASURED: Duration = Duration::from_secs(SECONDS as u64);
     /// A wake-up takes 2 to 10 us of a processor that belongs to the machine.
     const WAKE_MAX: Duration = Duration::from_micros(10);
+    /// On virtual machines, a wake-up of the daemon, which reads some files, was charged 3 to 14 times the time of a
+    /// thread that only sleeps.
+    const WORK_MAX: u32 = 25;
     let Some(release) = release() else { return };
     // Default settings: a small budget would be near its watermarks, and sampled more often.
     let mut installation = Installation::new("");
@@ -149,11 +163,11 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
     let daemon = installation.start().await;
     // After the work of the start and its first trim.
     tokio::time::sleep(Duration::from_secs(6)).await;
-    let before = threads(daemon.pid());
+    let (before, read_before) = (threads(daemon.pid()), reads(daemon.pid()));
     let wake = tokio::task::spawn_blocking(|| wake_takes(MEASURED))
         .await
         .unwrap();
-    let after = threads(daemon.pid());
+    let (after, read) = (threads(daemon.pid()), reads(daemon.pid()) - read_before);
     daemon.end().await;
     let (mut used, mut wakes) = (Duration::ZERO, 0);
     for (thread, (time, woken)) in after {
@@ -162,15 +176,23 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
         wakes += woken - woken_before;
     }
     println!(
-        "release build: {used:?} in {MEASURED:?}, {wakes} wake-ups; one that does nothing takes {wake:?}"
+        "release build: {used:?} in {MEASURED:?}, {wakes} wake-ups, {read} reads; a thread that only sleeps takes {wake:?} a wake-up"
     );
     assert!(
-        wakes <= 12 * 20,
-        "{wakes} wake-ups in 20 s, 12 a second are promised"
+        wakes <= WAKES_PER_SECOND * SECONDS,
+        "{wakes} wake-ups in {MEASURED:?}, {WAKES_PER_SECOND} a second are promised"
     );
-    // Where a thread that only sleeps is charged more than that, the host brings memory back for each wake-up of any program.
-    let dearer = wake.as_secs_f64() / WAKE_MAX.as_secs_f64();
-    let most = (MEASURED / 1000).mul_f64(dearer.max(1.0));
+    assert!(
+        read <= READS_PER_SECOND * u64::from(SECONDS),
+        "{read} reads in {MEASURED:?}, at most {READS_PER_SECOND} a second are expected"
+    );
+    // Where a thread that only sleeps is charged more, the host takes processors and memory away, and time says
+    // little about the daemon.
+    let most = if wake <= WAKE_MAX {
+        MEASURED / 1000
+    } else {
+        wake * WAKES_PER_SECOND * SECONDS * WORK_MAX
+    };
     assert!(
         used <= most,
         "{used:?} in {MEASURED:?}, {most:?} are promised"
