@@ -162,6 +162,13 @@ impl AllParked {
         self.all.iter_mut().any(|one| take_spare(&mut one.marks))
     }
 
+    /// Drops the first mark of a lane; returns whether there was one.
+    pub(super) fn pop_of_lane(&mut self) -> bool {
+        let mut lanes = self.all.iter_mut().filter(|one| one.is_lane);
+        let marked = lanes.find(|one| !one.marks.is_empty());
+        marked.map(|one| one.marks.remove(0)).is_some()
+    }
+
     pub(super) fn get(&self, number: usize) -> Option<&Parked> {
         self.all.get(number)
     }

@@ -279,11 +279,23 @@ impl Sequence {
                 }
                 return true;
             }
-            if !(self.give_up_one() || self.pop_mark()) {
+            if !self.give_up_any() {
                 return false;
             }
             self.cache.cut(self.position);
         }
+    }
+
+    /// As [`Self::give_up_one`], and then also copies that the next prompts of running answers would continue from.
+    fn give_up_any(&mut self) -> bool {
+        self.give_up_one() || self.pop_mark_of_lane() || self.pop_mark()
+    }
+
+    /// Drops a copy of a lane other than its state; returns `false` if there is none.
+    fn pop_mark_of_lane(&mut self) -> bool {
+        let popped = self.parked.pop_of_lane();
+        self.release_copies();
+        popped
     }
 
     /// Drops a copy of the sequence; returns `false` if it has none.
@@ -301,7 +313,7 @@ impl Sequence {
         used: u32,
     ) -> Result<Resized, KvError> {
         let capacity = capacity.max(Tokens::new(self.held(used)));
-        while !self.cache.fits(capacity, used) && (self.give_up_one() || self.pop_mark()) {}
+        while !self.cache.fits(capacity, used) && self.give_up_any() {}
         self.cache.resize(backend, capacity, used)
     }
 
@@ -557,7 +569,7 @@ impl Sequence {
                 if self.cache.extend(number, end, kept) {
                     return true;
                 }
-                if !self.give_up_one() {
+                if !(self.give_up_one() || self.pop_mark_of_lane()) {
                     return false;
                 }
                 self.cache.cut(kept);
@@ -688,7 +700,13 @@ impl Sequence {
             if !matches!(saved, Ok(None)) {
                 break saved;
             }
-            if !(self.give_up_one() || self.marks.pop_for_another()) {
+            let given_up = if goes_on {
+                // A running answer is worth more than the beginning of a later one.
+                self.give_up_any()
+            } else {
+                self.give_up_one() || self.marks.pop_for_another()
+            };
+            if !given_up {
                 break saved;
             }
         };

@@ -427,7 +427,7 @@ impl Worker {
             let some = std::mem::replace(&mut waiting, rest);
             let (mut ready, short) = self.with_places(text.context_max(), some);
             for mut answer in short {
-                match self.ends_short(text.context_max(), &mut answer) {
+                match self.ends_short(text.context_max(), &mut answer, !ready.is_empty()) {
                     Some(reason) => self.end(answer, Ok(reason)),
                     None => self.answers.push(answer),
                 }

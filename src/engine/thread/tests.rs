@@ -121,6 +121,48 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
 }
 
 #[test]
+fn answers_whose_states_fill_the_cache_wait_for_each_other_and_lose_no_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    // Large enough that its answers take longer than an answer without a place waits for one.
+    let model = Synthetic {
+        layers: 8,
+        width: 768,
+        feed_forward: 3072,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+    };
+    model.write(&path).unwrap();
+    let (sink, mut events) = mpsc::channel(4096);
+    let engine = Engine::start(EngineOptions::default(), ModelOptions::for_threads(2), sink);
+    let engine = engine.unwrap();
+    let handle = engine.handle();
+    // A state takes 400 tokens of capacity, and so does a copy for the next prompt: two states fit with their answers, but
+    // no copies beside them.
+    handle.load(&path, plan(9, 2048));
+    assert!(matches!(
+        events.blocking_recv(),
+        Some(EngineEvent::Ready { .. })
+    ));
+    let ask = |id: u64, number: u64| {
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(300)),
+            ..spoken(id, number)
+        };
+        handle.generate(request).unwrap()
+    };
+    let alone: Vec<_> = (0..4)
+        .map(|number| collect(&mut ask(number, number)))
+        .collect();
+    let mut streams: Vec<_> = (0..4).map(|number| ask(100 + number, number)).collect();
+    for (stream, expected) in streams.iter_mut().zip(&alone) {
+        assert_eq!(collect(stream), *expected);
+    }
+    handle.stop();
+    engine.join();
+    assert_eq!(ran_at_once(&mut events), 2);
+}
+
+#[test]
 fn answers_that_run_together_outlive_another_kv_type() {
     for architecture in [Architecture::Qwen35, Architecture::Gemma3] {
         let folder = tempfile::tempdir().unwrap();

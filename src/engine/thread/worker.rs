@@ -272,11 +272,12 @@ impl Worker {
     }
 
     /// Returns how an answer without a place ends, if it does: its patience is over, and no other answer may end first
-    /// and leave its places.
+    /// and leave its places. While others go on, it is patient.
     pub(super) fn ends_short(
         &mut self,
         limit: Tokens,
         answer: &mut Answer,
+        others_go_on: bool,
     ) -> Option<FinishReason> {
         let now = Instant::now();
         let (position, capacity) = (Tokens::new(position_of(&answer.tokens)), self.capacity());
@@ -285,6 +286,9 @@ impl Worker {
             .as_ref()
             .map_or(Tokens::ZERO, |model| model.held());
         let beside = Tokens::new(held.get().saturating_sub(position.get()));
+        if others_go_on {
+            answer.short = None;
+        }
         let since = *answer.short.get_or_insert(now);
         let is_over = now.saturating_duration_since(since) >= ROOM_PATIENCE;
         self.engine_loop
