@@ -852,7 +852,7 @@ mod tests {
         }
     }
 
-    /// Pydantic's union with a discriminator, by which no value matches both.
+    /// Pydantic's union with a discriminator, which makes the alternatives disjoint.
     #[test]
     fn one_of_is_kept_where_a_property_tells_the_schemas_apart() {
         let of = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind, "type": "string"}}, "required": ["kind"]});
