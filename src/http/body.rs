@@ -200,7 +200,7 @@ fn too_slow(got: usize, limits: BodyLimits) -> Fault {
     )
 }
 
-/// Our choice: a fortieth of a slow Wi-Fi. A slower body is assumed to be malicious.
+/// Our choice: a fortieth of a slow Wi-Fi. Slower bodies are assumed to be deliberate.
 const BYTES_PER_SECOND_MIN: u64 = 16 << 10;
 /// Our choice: holds any JSON body.
 const PIECE_MAX: usize = 1 << 20;

@@ -120,7 +120,7 @@ pub const fn class(class: Class) -> v1::LeaseClass {
     }
 }
 
-/// The complete state, completed by [`Supervisor::complete`].
+/// The state in one message, completed by [`Supervisor::complete`].
 pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
     // Read before the state, so that the state contains every event up to it.
     let last_sequence = *supervisor.events().last_sequence().borrow();
@@ -131,7 +131,7 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
     status
 }
 
-/// The state without the supervisor's part.
+/// The arbiter's state in one message.
 fn status(
     snapshot: &Snapshot,
     boot_id: &str,
