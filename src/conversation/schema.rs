@@ -348,7 +348,6 @@ impl Reading<'_> {
     }
 }
 
-/// The range of a text's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Lengths {
     most: Option<u64>,
@@ -606,7 +605,6 @@ fn resolved<'schema>(root: &'schema Value, mut schema: &'schema Value) -> &'sche
     schema
 }
 
-/// The values listed by a schema.
 fn values(schema: &Value) -> Option<Vec<&Value>> {
     let one = schema.get("const").map(|value| vec![value]);
     one.or_else(|| Some(schema.get("enum")?.as_array()?.iter().collect()))

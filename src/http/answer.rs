@@ -54,7 +54,6 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn next(&mut self, _reason: FinishReason, _usage: Usage) -> Vec<Payload> {
         Vec::new()
     }
-    /// The end of a stream.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
     /// The end of a stream that cannot be completed.
     fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
@@ -62,7 +61,6 @@ pub(super) trait Writer: Send + Sized + 'static {
     }
     /// A complete answer that is followed by another.
     fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
-    /// The whole answer.
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
     /// A fault, with its field under the name used by the API.
     fn named(&self, fault: Fault) -> Fault {
@@ -195,7 +193,6 @@ pub(super) type Requests = (ChatRequest, VecDeque<ChatRequest>);
 
 type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
 
-/// Requests that are answered in sequence.
 struct Asked {
     api: Api,
     backend: Arc<dyn ChatBackend>,
@@ -217,7 +214,6 @@ impl Asked {
     }
 }
 
-/// Progress of a streamed answer.
 enum Stage {
     Admitting(Admission, Instant),
     Running(Generation),

@@ -97,7 +97,6 @@ impl Api {
         }
     }
 
-    /// Current access rules.
     pub(super) fn access(&self) -> Arc<Access> {
         Arc::clone(&self.shared.access.borrow())
     }

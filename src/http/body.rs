@@ -14,10 +14,8 @@ use super::fault::{Fault, shortened};
 use cotenant_memory::heap;
 use cotenant_units::Bytes;
 
-/// Limits of one body.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BodyLimits {
-    /// Most bytes.
     pub(super) max: Bytes,
     pub(super) idle: Duration,
     pub(super) total: Duration,

@@ -323,7 +323,6 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
     Ok(text)
 }
 
-/// Stop texts.
 pub(super) fn stop_texts(
     field: &str,
     stop: Option<Value>,

@@ -183,7 +183,6 @@ fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
     }
 }
 
-/// Writes the answer to one request.
 struct CompletionWriter {
     id: String,
     created: u64,
@@ -209,7 +208,6 @@ impl CompletionWriter {
         self.chunk(self.object(&json!([self.choice(text, reason)])), None)
     }
 
-    /// Text that precedes the current answer.
     fn echo(&self) -> &str {
         self.echoes.get(self.index).map_or("", String::as_str)
     }

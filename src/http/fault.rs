@@ -95,7 +95,6 @@ impl Fault {
         (self.status, self.retry_headers(), body).into_response()
     }
 
-    /// HTTP status.
     pub(super) const fn status(&self) -> StatusCode {
         self.status
     }
@@ -105,7 +104,6 @@ impl Fault {
         self.code
     }
 
-    /// Whether a retry may succeed.
     pub(super) const fn passes(&self) -> bool {
         self.retry_after.is_some()
     }

@@ -105,7 +105,6 @@ impl Said {
     }
 }
 
-/// Collects a whole answer.
 pub(super) async fn collected(
     mut generation: Generation,
 ) -> Result<(Said, FinishReason, Usage), Refusal> {

@@ -23,7 +23,6 @@ pub(super) enum Who {
     Local,
     /// Its address; for IPv6 the network prefix.
     Address(IpAddr),
-    /// Its key.
     Key(Arc<str>),
 }
 

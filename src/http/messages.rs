@@ -93,7 +93,6 @@ impl IntoResponse for MessagesFault {
     }
 }
 
-/// Status and body of a failure.
 fn of_fault(fault: &Fault) -> (StatusCode, Value) {
     let (status, kind) = match fault.status() {
         // temporary refusals count as overload, except for our own faults
@@ -119,7 +118,6 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
     (status, json!({"type": "error", "error": error}))
 }
 
-/// 529, as in Anthropic's API.
 fn overloaded() -> StatusCode {
     StatusCode::from_u16(529).unwrap_or(StatusCode::SERVICE_UNAVAILABLE)
 }
@@ -131,7 +129,6 @@ enum Block {
     Thinking,
 }
 
-/// Writes the answer to one request.
 struct MessageWriter {
     id: String,
     model: String,
@@ -159,7 +156,6 @@ impl MessageWriter {
         })
     }
 
-    /// `stop_reason` and `stop_sequence`.
     fn reason(&self, reason: FinishReason) -> (Value, Value) {
         match reason {
             FinishReason::Length => (json!("max_tokens"), Value::Null),

@@ -99,14 +99,12 @@ impl WireRequest {
         ignored(known, &self.unknown)
     }
 
-    /// Whether reasoning is requested.
     pub(super) fn thinks(&self) -> bool {
         self.thinking
             .as_ref()
             .is_some_and(|thinking| thinking.kind != "disabled")
     }
 
-    /// The conversation to continue.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         if self
             .mcp_servers

@@ -15,7 +15,6 @@ use super::{
 };
 use cotenant_units::Tokens;
 
-/// Form of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shape {
     /// `message`, as in `/api/chat`.

@@ -100,7 +100,6 @@ impl WireRequest {
         }
     }
 
-    /// The conversation to continue.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         self.refuse_unsupported()?;
         let mut messages = Vec::new();

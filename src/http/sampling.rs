@@ -22,7 +22,6 @@ pub(super) struct SamplingFields {
 /// Names of the fields in an API, and its defaults.
 pub(super) struct SamplingDialect {
     prefix: &'static str,
-    /// Upper limit.
     temperature_max: f64,
     /// For fields that neither the request nor the model's file sets.
     defaults: SamplingWish,

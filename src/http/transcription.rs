@@ -341,7 +341,6 @@ fn invalid_audio(why: &str) -> Fault {
     Fault::bad_request("invalid_audio", message).of_param("file")
 }
 
-/// Forms of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Json,

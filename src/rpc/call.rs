@@ -35,7 +35,6 @@ pub(super) struct Context {
     pub(super) patience: Duration,
     /// Role of remote callers with a certificate; `None` on Unix sockets.
     pub(super) remote: Option<Role>,
-    /// Cancelled when the server ends.
     pub(super) stop: CancellationToken,
 }
 
@@ -151,7 +150,6 @@ impl Call {
         (self.peer.uid, self.peer.pid)
     }
 
-    /// Time left until the client's deadline.
     pub(super) fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))

@@ -32,7 +32,6 @@ impl Clock {
         Self { now, wall }
     }
 
-    /// As wall-clock time.
     pub(super) fn time(self, at: Timestamp) -> prost_types::Timestamp {
         let time = if at > self.now {
             self.wall.checked_add(at.saturating_since(self.now))
@@ -98,7 +97,6 @@ pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease 
     }
 }
 
-/// A target, with its reason if known.
 pub(super) fn target(target: &Target, reason: String, clock: Clock) -> v1::Target {
     v1::Target {
         nonce: target.nonce,
@@ -314,7 +312,6 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
     }
 }
 
-/// A KV type on the wire.
 pub(super) const fn kv_type(kind: KvType) -> v1::KvType {
     match kind {
         KvType::F16 => v1::KvType::F16,
@@ -373,7 +370,6 @@ fn worker(view: &WorkerView) -> v1::Worker {
     }
 }
 
-/// A death certificate on the wire.
 pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
     let end = SystemTime::UNIX_EPOCH + Duration::from_micros(certificate.end.ended_unix_us);
     v1::DeathCertificate {
@@ -402,7 +398,6 @@ pub(super) fn journal_entry(record: &v1::JournalEntry, boot_id: &str) -> v1::Jou
     }
 }
 
-/// The class in a request.
 pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
     match v1::LeaseClass::try_from(number) {
         Ok(v1::LeaseClass::AudioRealtime) => Ok(Class::AudioRealtime),
@@ -427,7 +422,6 @@ pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     }
 }
 
-/// The command in a request.
 pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
     match v1::WorkerCommand::try_from(number) {
         Ok(v1::WorkerCommand::Start) => Ok(WorkerCommand::Start),
@@ -438,7 +432,6 @@ pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
     }
 }
 
-/// The KV type in a request.
 pub(super) fn kv_type_of(number: i32) -> Result<KvType, CallError> {
     match v1::KvType::try_from(number) {
         Ok(v1::KvType::F16) => Ok(KvType::F16),

@@ -144,7 +144,6 @@ fn finished(reason: FinishReason, usage: &Usage, times: Times) -> v1::GenerateFi
     }
 }
 
-/// Checks the request.
 fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError> {
     let input = match request.input {
         Some(generate_request::Input::Prompt(prompt)) if prompt.is_empty() => {

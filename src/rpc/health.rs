@@ -61,7 +61,6 @@ impl Health {
             .send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
     }
 
-    /// The gRPC service.
     pub(super) fn service(&self) -> HealthServer<Self> {
         HealthServer::new(self.clone())
     }

@@ -7,7 +7,6 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// The remedy of a denial, if any.
 pub(super) fn hint(denial: &Denial) -> Option<String> {
     match denial {
         Denial::InsufficientMemory {

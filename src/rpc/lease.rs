@@ -98,7 +98,6 @@ impl Context {
     }
 }
 
-/// The lease in an answer.
 fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
     match answer {
         Answer::Lease { lease } => Ok(lease),

@@ -376,7 +376,6 @@ impl Reader {
     }
 }
 
-/// Events per page.
 const PAGE: usize = 64;
 
 /// Longest name of a variant.

@@ -29,9 +29,7 @@ pub(super) struct Outlet<T> {
 /// Reason why a response was not sent.
 #[derive(Debug)]
 pub(super) enum Unsent {
-    /// The client has disconnected.
     Gone,
-    /// The client does not read.
     Stalled(CallError),
 }
 

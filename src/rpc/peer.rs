@@ -155,7 +155,6 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
         .flatten()
 }
 
-/// Opens a process by its id.
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes two integers and accesses no memory of this process.
     let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };

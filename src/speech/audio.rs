@@ -479,7 +479,6 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Offset of its contents.
     const fn body(self) -> usize {
         self.length_at + 4
     }

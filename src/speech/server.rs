@@ -471,7 +471,6 @@ impl Seats {
     }
 }
 
-/// A slot.
 struct Seat {
     seats: Arc<Mutex<Seats>>,
     number: u64,
@@ -523,7 +522,6 @@ async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, l
     let _ = timeout(LINGER, reported).await;
 }
 
-/// One client.
 struct Connection<S: Service> {
     reader: FrameReader<BoxedReader>,
     service: Arc<S>,

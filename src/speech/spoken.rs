@@ -23,7 +23,6 @@ pub(super) fn spoken(sentence: &str) -> Option<String> {
     said.chars().any(char::is_alphanumeric).then_some(said)
 }
 
-/// The cells of a table row.
 fn cells(row: &str) -> String {
     let cells: Vec<&str> = row
         .split('|')

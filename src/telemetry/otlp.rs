@@ -66,7 +66,6 @@ pub enum OtlpProtocol {
     Http,
 }
 
-/// Reason why a batch was not accepted.
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
     #[error("cannot read the certificates of authorities, `{}`", .path.display())]

@@ -45,7 +45,6 @@ fn listed(text: &str) -> Option<Vec<(String, String)>> {
         .collect()
 }
 
-/// Decodes percent-encoding.
 fn decoded(text: &str) -> Option<String> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     let mut bytes = Vec::with_capacity(text.len());

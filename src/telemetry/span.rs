@@ -142,7 +142,6 @@ impl SpanValue {
 /// A name and a value.
 pub type Attribute = (&'static str, SpanValue);
 
-/// An event during a span.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct SpanEvent {
     /// Time since the start of the span.
@@ -153,7 +152,6 @@ pub(super) struct SpanEvent {
     pub attributes: Vec<Attribute>,
 }
 
-/// An ended span.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EndedSpan {
     /// Its identity.
@@ -218,7 +216,6 @@ struct Shared {
     ended: Notify,
 }
 
-/// All stored spans.
 #[derive(Debug, Default)]
 struct Spans {
     open: BTreeMap<u64, Open>,
@@ -389,7 +386,6 @@ impl Tracer {
         )
     }
 
-    /// Waits until a span has ended.
     pub(super) async fn ended(&self) {
         match &self.0 {
             Some(shared) => shared.ended.notified().await,

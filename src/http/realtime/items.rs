@@ -34,7 +34,6 @@ pub(super) struct Spoken {
 }
 
 impl Spoken {
-    /// Counts sent samples.
     pub(super) fn sent(&mut self, samples: usize) {
         self.samples += u64::try_from(samples).unwrap_or(u64::MAX);
     }
@@ -92,7 +91,6 @@ impl Items {
         found.ok_or_else(|| absent(field, id, code))
     }
 
-    /// The id of the preceding item.
     pub(super) fn previous(&self, id: &str) -> Option<&str> {
         let at = self.items.iter().position(|item| item.id == id)?;
         let before = self.items.get(at.checked_sub(1)?);
@@ -153,7 +151,6 @@ impl Items {
         }
     }
 
-    /// Records the transcript of an item's audio.
     pub(super) fn transcribed(&mut self, id: &str, text: &str) {
         let item = self.items.iter_mut().find(|item| item.id == id);
         if let Some(part) = item.and_then(|item| item.shown.pointer_mut("/content/0"))

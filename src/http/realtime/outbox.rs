@@ -33,7 +33,6 @@ impl Outbox {
         }
     }
 
-    /// Adds an event of this type.
     pub(super) fn event(&mut self, kind: &str, fields: Value) {
         let event = json!({"type": kind, "event_id": self.api.fresh_id("event_")});
         let event = merged(event, fields).to_string();
@@ -49,7 +48,6 @@ impl Outbox {
         self.event("error", json);
     }
 
-    /// Adds the end of the connection.
     pub(super) fn close(&mut self, code: u16, reason: &'static str) {
         self.push(Message::Close(Some(CloseFrame {
             code,

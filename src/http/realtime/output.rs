@@ -23,13 +23,11 @@ pub(super) struct Place<'a> {
 
 /// How a response ended.
 pub(super) enum End {
-    /// Ended by the model.
     Finished(FinishReason, Usage),
     /// Ended by the client, or by a user who speaks.
     Cancelled(&'static str),
     /// The conversation has no input to respond to.
     Unanswerable(Fault),
-    /// Failed.
     Failed(Fault),
 }
 
@@ -61,7 +59,6 @@ struct Message {
 }
 
 impl Output {
-    /// Announces a response.
     pub(super) fn begin(
         id: String,
         settings: &Settings,
@@ -123,7 +120,6 @@ impl Output {
         self.message = Some(message);
     }
 
-    /// Adds audio.
     pub(super) fn audio(&mut self, samples: &[i16], place: &mut Place<'_>) {
         let mut message = self.opened(place);
         for samples in samples.chunks(AUDIO_SAMPLES_MAX) {
@@ -137,7 +133,6 @@ impl Output {
         self.message = Some(message);
     }
 
-    /// Adds a tool call.
     pub(super) fn call(&mut self, name: &str, arguments: &str, place: &mut Place<'_>) {
         let index = self.done.len();
         self.done.push(None);
@@ -171,7 +166,6 @@ impl Output {
         self.item_done(&id, index, item, Spoken::default(), place);
     }
 
-    /// Ends the response.
     pub(super) fn end(mut self, end: End, place: &mut Place<'_>) {
         let whole = matches!(end, End::Finished(reason, _) if reason != FinishReason::Length);
         self.close(if whole { "completed" } else { "incomplete" }, place);

@@ -74,7 +74,6 @@ impl Session {
         self.early = Some(early);
     }
 
-    /// Turns an utterance into an item.
     pub(super) fn committed(&mut self, utterance: Utterance, early: Option<Early>, respond: bool) {
         let id = self
             .turn
