@@ -3,12 +3,12 @@
 //! ```text
 //!   tenant                          supervisor
 //!   {name, boot_id, generation} ──►            renews; the first message opens
-//!                               ◄── renewed    the lease as it is
-//!                               ◄── target     nonce, bytes, deadline; the one in force is sent at the opening
+//!                               ◄── renewed    the current lease
+//!                               ◄── target     nonce, bytes, deadline; the current one is sent when the stream opens
 //!   {…, nonce, state}           ──►            renews, and answers the target
-//!                               ◄── receipt    what the answer counts as: applied, deferred, stale, conflict, refused
+//!                               ◄── receipt    the verdict: applied, deferred, stale, conflict, refused
 //!                               ◄── renewed
-//!                               ◄── ended      the lease is gone
+//!                               ◄── ended      the lease has ended
 //! ```
 
 use futures_util::stream::BoxStream;
