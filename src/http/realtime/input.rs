@@ -136,7 +136,7 @@ impl Input {
         self.began.get_or_insert_with(Instant::now);
         let samples = self.resampled(&piece).map_err(|error| unusable(&error))?;
         self.samples.extend(samples);
-        // flush the resampler's delay, which would postpone detection of speech
+        // detection uses the samples before the resampler, which would delay it
         if let Some(detector) = &mut self.detector {
             let edges = detector.push(&piece);
             for &edge in &edges {
