@@ -89,7 +89,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Whether an answer may continue the last message: text of the model, after other messages.
+    /// Whether an answer may continue the last message: text of the assistant, after other messages.
     #[must_use]
     pub fn ends_with_words_of_the_model(&self) -> bool {
         let last = self.messages.last().filter(|_| self.messages.len() > 1);
@@ -298,7 +298,7 @@ pub enum FinishReason {
     ToolCalls,
 }
 
-/// Resources taken by an answer.
+/// Resources used by an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.
@@ -307,9 +307,9 @@ pub struct Usage {
     pub cached_tokens: Tokens,
     /// Tokens generated, the end token included.
     pub completion_tokens: Tokens,
-    /// The smallest KV type in which any of its context was kept.
+    /// The smallest KV type in which any of its context was stored.
     pub kv_type: KvType,
-    /// Tokens of its context dropped while it was generated: the oldest after the sinks.
+    /// Tokens of its context dropped during the answer: the oldest after the sinks.
     pub dropped_tokens: Tokens,
 }
 

@@ -1,10 +1,10 @@
-//! Reasons for which a request is refused; each API renders them in its own protocol.
+//! Reasons for refusing a request; each API renders them in its own protocol.
 //!
 //! HTTP renders them in `http/fault.rs`, gRPC in `rpc/status.rs`, Wyoming in `daemon/wyoming/refuse.rs`. Each match is
-//! exhaustive, so that a new reason has to say what it is in each protocol.
+//! exhaustive, so that a new reason must be defined for each protocol.
 //!
-//! Permanent and temporary reasons differ: clients take a 400 as final, so a prompt that does not fit a KV capacity that
-//! was shed is [`Refusal::KvCapacityShed`], while one that can never fit is [`Refusal::ContextLengthExceeded`].
+//! Permanent and temporary reasons differ: clients treat a 400 as permanent, so a prompt that does not fit a reduced KV
+//! capacity is [`Refusal::KvCapacityShed`], one that can never fit [`Refusal::ContextLengthExceeded`].
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
@@ -14,26 +14,26 @@ use serde::{Deserialize, Serialize};
 use cotenant_policy::pressure::PressureLevel;
 use cotenant_units::{Bytes, Tokens};
 
-/// Why a request is refused, or why one that had begun could not be finished.
+/// Reason why a request is refused, or could not be completed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "refusal")]
 pub enum Refusal {
-    /// Does not fit now, and will after a shed or a regrow.
+    /// Does not fit now, but may after a shed or growth.
     #[error(
         "cannot {act}: it needs {asked}, {free} is free and {reclaimable} can be reclaimed, of a {budget} budget"
     )]
     InsufficientMemory {
-        /// What was to be done, as it reads after "cannot": `start a chat completion`.
+        /// The refused action, completes "cannot": `start a chat completion`.
         act: String,
         asked: Bytes,
         /// Budget minus everything held or unaccounted.
         free: Bytes,
-        /// What others could give back for this class.
+        /// Bytes that others could release for this class.
         reclaimable: Bytes,
         budget: Bytes,
         retry_after: Duration,
     },
-    /// Would fit, but nothing of this class is admitted at this pressure.
+    /// Fits, but nothing of this class is admitted at this pressure level.
     #[error("cannot {act}: pressure is {level}")]
     PressureHigh {
         act: String,
@@ -49,7 +49,7 @@ pub enum Refusal {
         prompt: Tokens,
         limit: Tokens,
     },
-    /// The prompt fits the configured context, and not the KV capacity as shed.
+    /// The prompt fits the configured context, but not the reduced KV capacity.
     #[error(
         "cannot take a prompt of {prompt} tokens now: the KV cache of `{model}` is shed to {capacity} of {limit} tokens"
     )]
@@ -60,101 +60,101 @@ pub enum Refusal {
         limit: Tokens,
         retry_after: Duration,
     },
-    /// The KV cache of a running sequence was taken away.
+    /// The KV cache of a running sequence was reclaimed.
     #[error("generation stopped after {generated} tokens: its KV cache was reclaimed")]
     KvReclaimed {
         generated: Tokens,
         retry_after: Duration,
     },
-    /// A limit for one client, or for all of them, is reached.
+    /// A limit for one client, or for all, is reached.
     #[error("cannot {act}: {what} is at its limit of {limit}")]
     QuotaExceeded {
         act: String,
-        /// What is full: `the queue`, `requests in flight`.
+        /// The exhausted resource: `the queue`, `requests in flight`.
         what: String,
         limit: u64,
         retry_after: Duration,
     },
-    /// The supervisor takes nothing new.
+    /// The supervisor admits nothing new.
     #[error("cannot {act}: the supervisor is draining")]
     Draining { act: String, retry_after: Duration },
-    /// Engine or worker are being started: the model is loading, the worker restarting.
+    /// The engine or worker is starting: the model is loading, the worker restarting.
     #[error("cannot {act} yet: {who} is {state}")]
     Starting {
         act: String,
-        /// Who would do it: `the engine`, `worker asr`.
+        /// The engine or worker: `the engine`, `worker asr`.
         who: String,
-        /// What it does instead: `loading`, `restarting after exit code 3`.
+        /// Its state: `loading`, `restarting after exit code 3`.
         state: String,
         retry_after: Duration,
     },
-    /// The engine died; what it was generating is lost.
+    /// The engine died; the output of running requests is lost.
     #[error("the engine is lost: {reason}")]
     EngineLost {
         reason: String,
         retry_after: Duration,
     },
-    /// The LLM failed permanently: nothing but a change of its file, the settings or the machine brings it back.
+    /// The LLM failed permanently: only a change of its file, the settings or the machine can restore it.
     #[error("the LLM has failed and is not loaded again by itself: {failure}")]
     ModelFailed { failure: String },
-    /// A worker died, hung, or answered nonsense in the middle of the request.
+    /// A worker died, hung, or replied with nonsense during the request.
     #[error("worker `{worker}` failed: {reason}")]
     WorkerLost {
         worker: String,
         reason: String,
         retry_after: Duration,
     },
-    /// The system gives no thread for the work.
+    /// The system cannot create a thread for the work.
     #[error("cannot {act}: {cause}")]
     NoThread {
         act: String,
-        /// With the system's error.
+        /// The system's error.
         cause: String,
         retry_after: Duration,
     },
-    /// The answer cannot come within the time that the caller is ready to wait.
+    /// The answer would exceed the time that the caller waits.
     #[error(
         "cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms"
     )]
     DeadlineUnreachable {
         act: String,
-        /// How long the caller waits, ms.
+        /// Time that the caller waits, ms.
         patience_ms: u64,
-        /// How long it would take, ms.
+        /// Expected duration, ms.
         expected_ms: u64,
         retry_after: Duration,
     },
-    /// A value of the request is wrong or not supported.
+    /// A value of the request is invalid or unsupported.
     #[error("{field}: {}{problem}", quoted(value))]
     Invalid {
-        /// Field at fault, as the protocol names it.
+        /// Field name in the protocol.
         field: String,
-        /// Its value, shortened; empty where the problem names what is meant.
+        /// Its value, shortened; empty if the problem states it.
         value: String,
-        /// What is wrong with it: `is above the limit of 2`.
+        /// Its fault: `is above the limit of 2`.
         problem: String,
     },
     /// No model of this name serves this kind of request.
     #[error("the model `{model}` does not exist{known}")]
     UnknownModel {
         model: String,
-        /// Those that do, as `; there is a, b`; may be empty.
+        /// Suitable models, as `; there is a, b`; may be empty.
         known: String,
     },
     /// Nothing of this kind is configured: no LLM, no ASR, no TTS.
     #[error("cannot {act}: no {what} is configured")]
     NotConfigured {
         act: String,
-        /// What is missing: `speech recogniser`.
+        /// The missing component: `speech recogniser`.
         what: String,
     },
-    /// An operator has stopped the worker, and only an operator starts it again.
+    /// An operator has stopped the worker, and only an operator can start it.
     #[error("cannot {act}: an operator has stopped worker `{worker}`")]
     Stopped { act: String, worker: String },
 }
 
 impl Refusal {
-    /// When it is worth trying the same request again; `None` when it never is.
+    /// Delay before a retry of the same request; `None` if a retry is useless.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -178,7 +178,7 @@ impl Refusal {
         }
     }
 
-    /// The remedy of the caller or the operator; `None` where the message says it.
+    /// The remedy for the caller or the operator; `None` if the message states it.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         Some(match self {
@@ -215,7 +215,7 @@ impl Refusal {
     }
 }
 
-/// A value in front of its problem, where there is one.
+/// A value to precede its problem, if present.
 #[must_use]
 pub fn quoted(value: &str) -> String {
     if value.is_empty() {
@@ -225,7 +225,7 @@ pub fn quoted(value: &str) -> String {
     }
 }
 
-/// For decisions that come without a time of their own.
+/// Default for decisions without a delay.
 ///
-/// Our choice: longer than a shed (the target is 300 ms), shorter than the 2 s after which LiveKit retries anyway.
+/// Our choice: longer than a shed (the target is 300 ms), shorter than the 2 s after which LiveKit retries in any case.
 pub const RETRY_AFTER_DEFAULT: Duration = Duration::from_millis(500);

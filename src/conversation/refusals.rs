@@ -66,7 +66,7 @@ impl Passing {
             | R::QuotaExceeded { .. }
             | R::Draining { .. }
             | R::Starting { .. } => Self::Soon,
-            // It is being restarted; the request may also be the cause of its death.
+            // The worker restarts; but the request may have caused its death.
             R::WorkerLost { .. } => Self::Once,
             _ => Self::Never,
         }

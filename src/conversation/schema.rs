@@ -348,7 +348,6 @@ impl Reading<'_> {
     }
 }
 
-/// The range of a text's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Lengths {
     most: Option<u64>,
@@ -606,7 +605,6 @@ fn resolved<'schema>(root: &'schema Value, mut schema: &'schema Value) -> &'sche
     schema
 }
 
-/// The values listed by a schema.
 fn values(schema: &Value) -> Option<Vec<&Value>> {
     let one = schema.get("const").map(|value| vec![value]);
     one.or_else(|| Some(schema.get("enum")?.as_array()?.iter().collect()))
@@ -852,7 +850,7 @@ mod tests {
         }
     }
 
-    /// Pydantic's union with a discriminator, by which no value matches both.
+    /// Pydantic's union with a discriminator, which makes the alternatives disjoint.
     #[test]
     fn one_of_is_kept_where_a_property_tells_the_schemas_apart() {
         let of = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind, "type": "string"}}, "required": ["kind"]});

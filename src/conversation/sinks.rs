@@ -1,27 +1,27 @@
-//! Attention sinks: tokens that stay when the oldest are dropped.
+//! Attention sinks: tokens that are kept when the oldest are dropped.
 
 use serde::{Deserialize, Serialize};
 
 use cotenant_units::Tokens;
 
-/// The beginning of a sequence, which stays when the oldest tokens behind it are dropped.
+/// The beginning of a sequence that is kept when older tokens behind it are dropped.
 ///
-/// Models give the first tokens of a sequence much of their attention whatever they say: without them what follows falls
-/// apart, with some of them it goes on ("attention sinks", <https://arxiv.org/abs/2309.17453>).
+/// Models direct much of their attention to the first tokens of a sequence, whatever they are: without them the output
+/// degenerates, with some of them it remains stable ("attention sinks", <https://arxiv.org/abs/2309.17453>).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sinks {
     /// The whole prompt.
     Prompt,
-    /// So many tokens.
+    /// A number of tokens.
     Tokens(Tokens),
 }
 
 impl Sinks {
-    /// Of a request that allows dropping and does not say what stays: the four of the paper, and of Ollama's `num_keep`.
+    /// Default if a request permits dropping without a number: four, as in the paper and Ollama's `num_keep`.
     pub const DEFAULT: Self = Self::Tokens(Tokens::new(4));
 
-    /// As clients write it: a number of tokens, or -1 for the whole prompt (llama.cpp's `n_keep`); `None` for anything else.
+    /// The wire format: a number of tokens, or -1 for the whole prompt (llama.cpp's `n_keep`); `None` for other values.
     ///
     /// ```
     /// # use cotenant_conversation::sinks::Sinks;
@@ -40,7 +40,7 @@ impl Sinks {
         }
     }
 
-    /// How many tokens stay of a sequence that began with a prompt of `prompt`.
+    /// The number of kept tokens of a sequence that began with a prompt of `prompt`.
     #[must_use]
     pub const fn tokens(self, prompt: Tokens) -> Tokens {
         match self {

@@ -14,7 +14,7 @@ use cotenant_units::Tokens;
 /// Access rules of the APIs.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
-    /// Host names besides those of this machine under which they are served.
+    /// Host names, besides those of this machine, under which the APIs are served.
     pub hosts: Vec<String>,
     /// Clients with keys; `None` when every client is served.
     pub clients: Option<Vec<Arc<Client>>>,
@@ -42,12 +42,12 @@ impl Key {
         Self(key)
     }
 
-    /// Whether the keys are equal; the time depends on the length of `sent` only.
+    /// Compares in a time that depends only on the length of `sent`.
     fn is(&self, sent: &[u8]) -> bool {
         let known = self.0.as_bytes();
         let mut differ = u8::from(known.len() != sent.len());
         for (at, byte) in sent.iter().enumerate() {
-            // Past its end, against a byte that does not matter: the lengths differ already.
+            // Past the end any byte will do: the lengths already differ.
             differ |= byte ^ black_box(known.get(at).copied().unwrap_or_default());
         }
         black_box(differ) == 0
@@ -75,7 +75,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client without requests in flight, or with those of `before` if it has the same name and limit.
+    /// A client without requests in flight; takes over those of `before` if name and limit are equal.
     #[must_use]
     pub fn new(
         (name, key): (&str, Key),
@@ -101,10 +101,10 @@ impl Client {
         }
     }
 
-    /// A permit for one more request of it.
+    /// A permit for one more request of this client.
     ///
     /// # Errors
-    /// When it has as many in flight as it may.
+    /// When its limit on requests in flight is reached.
     pub(super) fn place(&self) -> Result<OwnedSemaphorePermit, Refusal> {
         let place = Arc::clone(&self.places).try_acquire_owned();
         place.map_err(|_full| {
@@ -150,7 +150,7 @@ impl Access {
         let page = matches!(path, "/" | "/status.json");
         let by_password = if page { key_as_password(headers) } else { None };
         let sent = key_in(headers).or(by_password.as_deref());
-        // All of them are compared, so that the time does not tell which one is near.
+        // Compares all keys, so that the time does not reveal the position of a match.
         let known = sent.and_then(|sent| {
             let mut found = None;
             for client in clients {
@@ -191,8 +191,8 @@ impl Access {
     }
 }
 
-/// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page
-/// accepts it: a browser would also send it with requests that a page of another site makes.
+/// The password of Basic authentication, by which a browser sends the key for the page. Only the page accepts it,
+/// because a browser also attaches it to requests from pages of other sites.
 fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
     let (scheme, encoded) = headers
         .get(header::AUTHORIZATION)?
@@ -205,7 +205,6 @@ fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
         .then(|| pair.into_iter().skip(name + 1).collect())
 }
 
-/// The key that a request carries.
 fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers
         .get(header::AUTHORIZATION)
@@ -229,9 +228,9 @@ fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
 
 const BASIC: &[u8] = b"Basic ";
 const BEARER: &[u8] = b"Bearer ";
-/// As Anthropic's clients send it.
+/// Header of Anthropic's clients.
 const API_KEY: &str = "x-api-key";
-/// As browsers send it, which cannot set other headers of a WebSocket.
+/// Subprotocol with the key: browsers cannot set other headers of a WebSocket.
 const PROTOCOL_KEY: &[u8] = b"openai-insecure-api-key.";
 
 #[cfg(test)]

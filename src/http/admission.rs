@@ -1,4 +1,4 @@
-//! Admission of a request: held while memory is short, and shortened where that is allowed.
+//! Admission of a request: held while memory is short, and shortened if permitted.
 
 use std::time::Duration;
 
@@ -8,9 +8,8 @@ use super::{
 };
 use cotenant_conversation::refusal::Refusal;
 
-/// Admits a request, which is held for up to `limit` while `helps` allows a retry. A conversation longer than the
-/// context loses its oldest messages, if the request allows it, until it fits; with Ollama's API also the beginning of
-/// its text.
+/// Admits a request; holds it for up to `limit` while `helps` allows a retry. If the request permits it, a conversation
+/// longer than the context loses its oldest messages until it fits, with Ollama's API also the beginning of its text.
 ///
 /// # Errors
 /// The last refusal.
@@ -34,7 +33,7 @@ pub(super) async fn admitted(
     }
 }
 
-/// Shortens a prompt of which this part fits the context; whether anything could be taken.
+/// Shortens a prompt to the part `fits`; returns whether anything could be removed.
 fn shorten(request: &mut ChatRequest, retention: Retention, fits: f64) -> bool {
     match retention {
         Retention::Messages(part) => without_oldest(&mut request.prompt, part * fits),
@@ -46,8 +45,7 @@ fn shorten(request: &mut ChatRequest, retention: Retention, fits: f64) -> bool {
     }
 }
 
-/// Removes the beginning of the text, or of the last message, until this part of it is left. Returns whether anything
-/// was removed.
+/// Shortens the text, or the last message, from its beginning to this part. Returns whether anything was removed.
 fn without_beginning(prompt: &mut Prompt, part: f64) -> bool {
     let text = match prompt {
         Prompt::Chat(conversation) => match conversation.messages.last_mut() {
@@ -72,7 +70,7 @@ fn without_beginning(prompt: &mut Prompt, part: f64) -> bool {
     text.len() < before
 }
 
-/// Takes the oldest messages out until this part of the text is left, and at least one; whether any could be taken.
+/// Removes the oldest messages, at least one, until this part of the text is left. Returns whether any was removed.
 fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     let Prompt::Chat(conversation) = prompt else {
         return false;
@@ -93,7 +91,7 @@ fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     let before = messages.len();
     while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
         left -= size(&messages.remove(fixed).content);
-        // a result without its call is useless
+        // a tool result without its call is useless
         while messages.len() > fixed + 1
             && messages
                 .get(fixed)
@@ -105,7 +103,7 @@ fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     messages.len() < before
 }
 
-/// Part of the context that a conversation fills after it lost its oldest messages. Our choice: the next turns fit
+/// Part of the context that a conversation fills after losing its oldest messages. Our choice: the next turns fit
 /// without further losses and reuse the KV cache.
 pub(super) const RETENTION: f64 = 0.8;
 

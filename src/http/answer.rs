@@ -1,4 +1,4 @@
-//! Answers of the LLM, in one piece or streamed, shared by all text APIs.
+//! Answers of the LLM, whole or streamed, shared by all text APIs.
 //!
 //! ```text
 //!               refused                       refused: the API's error
@@ -43,29 +43,26 @@ use super::{
 use cotenant_conversation::{refusal::Refusal, refusals::not_configured};
 use cotenant_units::Bytes;
 
-/// Writes one answer in the form of one API.
+/// Serialises one answer for one API.
 pub(super) trait Writer: Send + Sized + 'static {
     /// First payloads of a stream, once the prompt has been read.
     fn begin(&mut self, prompt: Usage) -> Vec<Payload>;
-    /// A part of the answer.
     fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
-    /// The tokens of prompt and answer, before the end of a stream whose request wants them.
+    /// The tokens of prompt and answer, before the end of a stream that requested them.
     fn context(&mut self, _tokens: Vec<u32>) {}
-    /// The end of an answer that another one follows in the stream.
+    /// The end of an answer that is followed by another in the same stream.
     fn next(&mut self, _reason: FinishReason, _usage: Usage) -> Vec<Payload> {
         Vec::new()
     }
-    /// The end of a stream.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
     /// The end of a stream that cannot be completed.
     fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
         vec![Payload::from(&fault.to_json())]
     }
-    /// A complete answer that another one follows.
+    /// A complete answer that is followed by another.
     fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
-    /// The answer in one piece.
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
-    /// A fault, with its field named as the API has it.
+    /// A fault, with its field under the name used by the API.
     fn named(&self, fault: Fault) -> Fault {
         fault
     }
@@ -75,19 +72,16 @@ pub(super) trait Writer: Send + Sized + 'static {
     }
 }
 
-/// The LLM.
-///
-/// # Errors
-/// 404 when there is none.
+/// The LLM, or 404.
 pub(super) fn llm(api: &Api) -> Result<Arc<dyn ChatBackend>, Fault> {
     let chat = api.backends().chat.clone();
     chat.ok_or_else(|| not_configured(ACT, "model").into())
 }
 
-/// Reads a JSON request and reserves memory for it and for values built from it, until the last byte of its answer.
+/// Parses a JSON request and reserves memory for it and the values built from it, until the last byte of its answer.
 ///
 /// # Errors
-/// 400 or 413 when it is not JSON with valid fields or takes too much, 429 when there is no memory for it now.
+/// 400 for invalid JSON or fields, 413 if it is too large, 429 if no memory is free now.
 pub(super) async fn read_json<T: DeserializeOwned>(
     api: &Api,
     request: Request,
@@ -100,10 +94,7 @@ pub(super) async fn read_json<T: DeserializeOwned>(
     .await
 }
 
-/// The same of a request without trees: of texts, numbers, and lists of numbers.
-///
-/// # Errors
-/// As [`read_json`].
+/// [`read_json`] for requests without trees: texts, numbers, and lists of numbers.
 pub(super) async fn read_plain_json<T: DeserializeOwned>(
     api: &Api,
     request: Request,
@@ -114,7 +105,7 @@ pub(super) async fn read_plain_json<T: DeserializeOwned>(
     .await
 }
 
-/// Reads a request of JSON, of which so much is `made` beside its body.
+/// Parses a JSON request; `made` bounds the memory of derived values beside the body.
 async fn read_made<T: DeserializeOwned>(
     api: &Api,
     request: Request,
@@ -128,10 +119,7 @@ async fn read_made<T: DeserializeOwned>(
     Ok((parse_json(&body)?, memory))
 }
 
-/// Answers a request, streamed or in one piece as requested.
-///
-/// # Errors
-/// Failures before the first byte.
+/// Answers a request, streamed or whole as requested. Failures before the first byte are returned.
 pub(super) async fn answer<W: Writer>(
     api: Api,
     request: ChatRequest,
@@ -141,10 +129,8 @@ pub(super) async fn answer<W: Writer>(
     answer_all(api, (request, VecDeque::new()), writer, began).await
 }
 
-/// Answers requests one after the other, as parts of one answer in the form that the first one requests.
-///
-/// # Errors
-/// Failures before the first byte.
+/// Answers requests in sequence, as parts of one answer in the form that the first one requests. Failures before the
+/// first byte are returned.
 pub(super) async fn answer_all<W: Writer>(
     api: Api,
     (first, rest): Requests,
@@ -190,7 +176,7 @@ pub(super) async fn answer_all<W: Writer>(
             let events = admitted.map_err(|refusal| writer.named(refusal.into()))?;
             Stage::Running(Generation::new(events, began, &asked.api))
         }
-        // too late for a status code: keep the client from giving up, and tell it in the stream
+        // too late for a status code: open the stream, keep the client waiting, and report a failure in the stream
         Err(_elapsed) => Stage::Admitting(admission, began),
     };
     let silence = writer.silence();
@@ -202,19 +188,16 @@ pub(super) async fn answer_all<W: Writer>(
     Ok((seed, response).into_response())
 }
 
-/// The request that decides the form of the answer, and the requests answered after it.
+/// The request that determines the form of the answer, and those answered after it.
 pub(super) type Requests = (ChatRequest, VecDeque<ChatRequest>);
 
-/// A request that is being admitted.
 type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
 
-/// Requests that are answered one after the other.
 struct Asked {
     api: Api,
     backend: Arc<dyn ChatBackend>,
-    /// Requests that are not answered yet.
     requests: VecDeque<ChatRequest>,
-    /// How long each waits for memory that is short.
+    /// How long each waits while memory is short.
     hold: Duration,
 }
 
@@ -224,21 +207,20 @@ impl Asked {
         Box::pin(async move { admitted(&*backend, request, hold, is_of_memory).await })
     }
 
-    /// The next request, from now on.
+    /// Starts the admission of the next request.
     fn next(&mut self) -> Option<(Admission, Instant)> {
         let request = self.requests.pop_front()?;
         Some((self.admission(request), Instant::now()))
     }
 }
 
-/// Progress of a streamed answer.
 enum Stage {
     Admitting(Admission, Instant),
     Running(Generation),
     Done,
 }
 
-/// A streamed answer: its payloads, one after the other.
+/// The payloads of a streamed answer.
 struct Streamed<W> {
     stage: Stage,
     asked: Asked,
@@ -339,13 +321,13 @@ impl<W: Writer> Streamed<W> {
     }
 }
 
-/// The seed of the answer, the client's or one by chance: the same seed, settings and prompt give the same answer.
+/// The seed of the answer, given or random: equal seed, settings and prompt give an equal answer.
 const SEED: HeaderName = HeaderName::from_static("x-cotenant-seed");
 
-/// As it reads after "cannot".
+/// Completes "cannot".
 const ACT: &str = "start an answer";
 const READ: &str = "read the request";
-/// JSON trees that exist at once for one request: its fields, and their copies in the prompt or the answer.
+/// Concurrent JSON trees of one request: its fields, and their copies in the prompt or the answer.
 const TREES_MAX: u64 = 2;
-/// Bytes of a number in a list that doubles, for the two bytes of its text.
+/// Memory per byte of text in a list of numbers: a `u32` for two bytes of text, twice while the list doubles.
 const PLAIN_MAX: usize = 4;

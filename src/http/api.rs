@@ -33,12 +33,12 @@ struct Shared {
     backends: Backends,
     limits: Limits,
     access: watch::Receiver<Arc<Access>>,
-    /// Of each kind, so that chats that wait for the engine do not keep speech from its workers.
+    /// Separate permits per kind, so that chats waiting for the engine do not block speech.
     chats: Arc<Semaphore>,
     transcriptions: Arc<Semaphore>,
     speeches: Arc<Semaphore>,
     sessions: Arc<Semaphore>,
-    /// Separate pools for JSON requests with derived values, audio files with decoded audio, and settings of realtime
+    /// Separate pools: JSON requests with derived values, audio files with decoded audio, settings of realtime
     /// sessions.
     requests: Pool,
     bodies: Pool,
@@ -49,7 +49,7 @@ struct Shared {
 }
 
 impl Api {
-    /// The APIs of these backends, for every client that reaches the listener.
+    /// The APIs of these backends, for all clients.
     #[must_use]
     pub fn new(backends: Backends, limits: Limits) -> Self {
         Self::with_access(
@@ -59,7 +59,7 @@ impl Api {
         )
     }
 
-    /// The same, with access rules that may change while it serves.
+    /// The same with access rules, which may change at run time.
     #[must_use]
     pub fn with_access(
         backends: Backends,
@@ -97,7 +97,6 @@ impl Api {
         }
     }
 
-    /// Current access rules.
     pub(super) fn access(&self) -> Arc<Access> {
         Arc::clone(&self.shared.access.borrow())
     }
@@ -110,23 +109,17 @@ impl Api {
         &self.shared.limits
     }
 
-    /// A permit for one more connection of a client, or why there is none.
+    /// A permit for one more connection of a client, or the exhausted limit.
     pub(super) fn connection(&self, who: &Who) -> Result<Share, Short> {
         self.shared.connections.take(who, 1)
     }
 
     /// Checks for a free place before the body is read.
-    ///
-    /// # Errors
-    /// When all places are taken.
     pub(super) fn has_place(&self, kind: Kind) -> Result<(), Refusal> {
         self.place(kind).map(drop)
     }
 
-    /// A permit for one more request, among those of its kind.
-    ///
-    /// # Errors
-    /// When all are taken.
+    /// A permit for one more request of this kind, or a refusal.
     pub(super) fn place(&self, kind: Kind) -> Result<OwnedSemaphorePermit, Refusal> {
         let Shared { limits, .. } = &*self.shared;
         let (what, limit, places) = match kind {
@@ -155,10 +148,8 @@ impl Api {
         place.map_err(|_full| at_limit("take the request", what, limit))
     }
 
-    /// Sets memory aside for KiB of audio that a realtime session keeps, as long as the permit lives.
-    ///
-    /// # Errors
-    /// When the audio of all sessions leaves no room for it.
+    /// Reserves KiB of audio for a realtime session, as long as the permit lives; refused when the audio of all
+    /// sessions has reached its limit.
     pub(super) fn audio_memory(&self, kib: u32) -> Result<OwnedSemaphorePermit, Refusal> {
         let room = Arc::clone(&self.shared.audio_kib).try_acquire_many_owned(kib);
         room.map_err(|_full| {
@@ -168,12 +159,11 @@ impl Api {
         })
     }
 
-    /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
+    /// An id that is unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
     pub(super) fn fresh_id(&self, prefix: &str) -> String {
         self.shared.ids.fresh(prefix)
     }
 
-    /// Limits of a body of at most `max` bytes.
     pub(super) fn body_limits(&self, max: Bytes) -> BodyLimits {
         let Limits {
             body_idle_timeout,
@@ -189,23 +179,20 @@ impl Api {
         }
     }
 
-    /// Memory for requests of JSON.
     pub(super) fn request_memory(&self) -> &Pool {
         &self.shared.requests
     }
 
-    /// Memory for audio files.
     pub(super) fn body_memory(&self) -> &Pool {
         &self.shared.bodies
     }
 
-    /// Memory for settings of realtime sessions.
     pub(super) fn settings_memory(&self) -> &Pool {
         &self.shared.settings
     }
 }
 
-/// The places of one request: among those of its kind, and among its client's.
+/// Permits of one request: of its kind, and of its client.
 pub(super) type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
 
 /// Request classes with separate limits.
@@ -218,7 +205,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// The kind of the requests to this path.
+    /// The kind of requests to this path.
     pub(super) fn of(path: &str) -> Self {
         match path {
             "/v1/audio/transcriptions" | "/v1/audio/translations" => Self::Transcription,
@@ -229,14 +216,14 @@ impl Kind {
     }
 }
 
-/// The share of one client; the others keep the rest.
+/// The share of one client.
 fn half(bytes: Bytes) -> Bytes {
     Bytes::new(bytes.get() / 2)
 }
 
 const REQUESTS: &str = "requests and what is made of them";
 
-/// A permit for each KiB.
+/// One permit per KiB.
 fn kib(bytes: Bytes) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(Bytes::new(bytes.get() >> 10).as_len()))
 }
@@ -252,7 +239,7 @@ pub(super) fn unix_seconds() -> u64 {
         .as_secs()
 }
 
-/// Makes ids: a part that differs from run to run, and a number.
+/// Generates ids: a random prefix per run, and a counter.
 struct IdSource {
     run: u64,
     count: AtomicU64,
@@ -260,7 +247,7 @@ struct IdSource {
 
 impl IdSource {
     fn new() -> Self {
-        // The seed of the standard library's hash maps is random for each process.
+        // The seed of the standard library's hash maps is random per process.
         let mut hasher = RandomState::new().build_hasher();
         hasher.write_u32(std::process::id());
         Self {

@@ -1,7 +1,7 @@
-//! Backends that the APIs need, as traits that `daemon` implements.
+//! Backends of the APIs, as traits that `daemon` implements.
 //!
-//! Everything here is plain data, without engine, worker or lease. A request carries the client's fields; an answer is
-//! a stream of events. **Dropping a future or a stream cancels the work behind it**, so a client that disconnects frees
+//! Requests and events are plain data, without engine, worker or lease. A request carries the client's fields; an
+//! answer is a stream of events. **Dropping a future or a stream cancels its work**, so a client that disconnects frees
 //! its resources.
 
 use std::{sync::Arc, time::Duration};
@@ -27,18 +27,18 @@ pub struct Backends {
     pub chat: Option<Arc<dyn ChatBackend>>,
     /// Token counter.
     pub tokenizer: Option<Arc<dyn TokenizerBackend>>,
-    /// Reads the audio files that clients send.
+    /// Decodes uploaded audio files.
     pub decoder: Decoder,
     /// Speech to text and text to speech; `None` when no speech worker is configured.
     pub speech: Option<Arc<dyn SpeechBackend>>,
     /// State and metrics.
     pub status: Arc<dyn StatusBackend>,
-    /// Begins the spans of requests.
+    /// Starts the spans of requests.
     pub tracer: Tracer,
 }
 
 impl Backends {
-    /// Speech, in order to act so.
+    /// The speech backend; the refusal says that `act` needs it.
     pub(super) fn speech(&self, act: &str, what: &str) -> Result<Arc<dyn SpeechBackend>, Refusal> {
         self.speech.clone().ok_or_else(|| not_configured(act, what))
     }
@@ -47,33 +47,33 @@ impl Backends {
 /// Metadata of every request besides its content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestMeta {
-    /// `x-request-id`: the caller's, or one made here. The same one goes back in the answer and into the log.
+    /// `x-request-id`, the caller's or a generated one; returned in the response and logged.
     pub id: String,
     /// Longest pause between two bytes that the client accepts, from `x-stainless-read-timeout`.
     ///
     /// Work that cannot begin within this time should be refused at once.
     pub patience: Option<Duration>,
-    /// The client with this key; `None` if no key is needed.
+    /// The client of the key; `None` if no key is needed.
     pub client: Option<Arc<Client>>,
-    /// The span that this is a part of: at first the caller's, from its header `traceparent`.
+    /// The parent span: initially the caller's, from its header `traceparent`.
     pub trace: Option<SpanContext>,
-    /// Whether the client has not asked yet, and probably will. Done only while memory is ample, by what is idle, and
-    /// refused otherwise; given up at [`RunningAnswers::unwanted`].
+    /// Speculative work ahead of a request that the client has probably finished. Done only while memory is ample and
+    /// the backends are idle, otherwise refused; cancelled at [`RunningAnswers::unwanted`].
     pub early: bool,
-    /// The answer that this is a stage of. It was admitted before, so a drain does not refuse its stages.
+    /// The answer of which this is a stage. The answer is already admitted, so a drain does not refuse its stages.
     pub part_of: Option<RunningAnswer>,
 }
 
-/// Answers that run, and whether more are admitted.
+/// Counts running answers, and refuses more in a drain.
 #[derive(Debug)]
 pub struct RunningAnswers {
-    /// Has one reference for each answer, and this one.
+    /// One reference per answer, plus this one.
     all: Arc<()>,
     states: watch::Receiver<Arc<Snapshot>>,
     requests: watch::Sender<()>,
 }
 
-/// An answer, which runs until its last clone is dropped: the stages of one answer have clones of it.
+/// A running answer; ends when its last clone is dropped. Stages of one answer share it as clones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(
     clippy::redundant_allocation,
@@ -82,7 +82,7 @@ pub struct RunningAnswers {
 pub struct RunningAnswer(Arc<Arc<()>>);
 
 impl RunningAnswers {
-    /// No answers; `states` are those of the arbiter.
+    /// No answers yet; `states` are the arbiter's.
     #[must_use]
     pub fn new(states: watch::Receiver<Arc<Snapshot>>) -> Self {
         Self {
@@ -92,8 +92,8 @@ impl RunningAnswers {
         }
     }
 
-    /// The end of work ahead of a request that begins now: memory is asked for, or a client asks for the recogniser or
-    /// the LLM.
+    /// Resolves when speculative work that begins now must end: memory is requested, or a client needs the recogniser
+    /// or the LLM.
     #[must_use]
     pub fn unwanted(&self) -> BoxFuture<'static, ()> {
         let (mut states, mut requests) = (self.states.clone(), self.requests.subscribe());
@@ -105,12 +105,12 @@ impl RunningAnswers {
         })
     }
 
-    /// A client asks for the recogniser or the LLM: work ahead of requests makes way.
+    /// Cancels speculative work: a client needs the recogniser or the LLM.
     pub fn make_way(&self) {
         self.requests.send_replace(());
     }
 
-    /// How many run.
+    /// The number of running answers.
     #[must_use]
     pub fn count(&self) -> usize {
         Arc::strong_count(&self.all).saturating_sub(1)
@@ -119,7 +119,7 @@ impl RunningAnswers {
     /// Counts one more answer; `None` in a drain.
     #[must_use]
     pub fn begin(&self) -> Option<RunningAnswer> {
-        // Counted before the look: a drain never seems to be over while an answer is between both.
+        // Counted before the check, so that a drain cannot seem complete while an answer starts.
         let answer = RunningAnswer(Arc::new(Arc::clone(&self.all)));
         (!self.states.borrow().draining).then_some(answer)
     }
@@ -129,16 +129,16 @@ impl RunningAnswers {
 pub trait ChatBackend: Send + Sync + 'static {
     /// Admits one chat completion, or refuses it.
     ///
-    /// Resolves when it is *admitted*, not when it has generated something: a refusal is only visible as a status
-    /// code before the first byte. The stream ends after [`ChatEvent::Finished`] or [`ChatEvent::Failed`]. Dropping
-    /// the future or the stream cancels the generation.
+    /// Resolves on *admission*, before anything is generated: only before the first byte can a refusal be a status
+    /// code. The stream ends after [`ChatEvent::Finished`] or [`ChatEvent::Failed`]. Dropping the future or the stream
+    /// cancels the generation.
     fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>>;
 }
 
 /// Events of one chat completion, in the order of the variants of [`ChatEvent`].
 pub type ChatStream = BoxStream<'static, ChatEvent>;
 
-/// One chat completion as the client wants it.
+/// One chat completion as requested.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChatRequest {
     /// Id, patience.
@@ -147,20 +147,19 @@ pub struct ChatRequest {
     pub model: String,
     /// The conversation to continue; never empty.
     pub prompt: Prompt,
-    /// Most tokens to generate; `None` leaves it to the model and the context.
+    /// Maximum number of tokens to generate; `None` leaves it to the model and the context.
     pub max_tokens: Option<Tokens>,
     /// How tokens are chosen.
     pub sampling: ChatSampling,
-    /// Texts that end the answer, themselves left out; none empty.
+    /// Texts that end the answer and are omitted from it; none is empty.
     pub stop: Vec<String>,
-    /// The form that the answer must have.
+    /// Required form of the answer.
     pub form: Option<AnswerForm>,
-    /// KV capacity that the client would like to have; a wish, which the arbiter grants or not.
+    /// KV capacity that the client requests; the arbiter may grant less.
     pub context_wanted: Option<Tokens>,
-    /// Tokens that stay when the oldest part of the context is dropped so that the answer continues; `None` if nothing
-    /// may be dropped.
+    /// Tokens that are kept when the oldest context is dropped to continue the answer; `None` forbids dropping.
     pub sinks: Option<Sinks>,
-    /// Part of a prompt beyond the context that stays; `None` if it is refused.
+    /// Part of an overlong prompt that is kept; `None` refuses the prompt.
     pub retention: Option<Retention>,
     /// Whether [`ChatEvent::Context`] is requested.
     pub context_reported: bool,
@@ -168,26 +167,26 @@ pub struct ChatRequest {
     pub streamed: bool,
 }
 
-/// Part of an overlong prompt that stays, as the part of the context that it fills.
+/// Kept part of an overlong prompt, as the part of the context that it fills.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Retention {
-    /// The latest messages, each of them whole.
+    /// The latest whole messages.
     Messages(f64),
-    /// As above; an overlong last message keeps only its end.
+    /// The same; an overlong last message keeps only its end.
     Text(f64),
 }
 
 /// How the tokens of an answer are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChatSampling {
-    /// The client's wish, which precedes the recommendation of the model's file.
+    /// The client's values, which override the recommendation of the model's file.
     pub asked: SamplingWish,
-    /// Defaults of the API, if neither client nor file sets a value. Without them decoding is greedy.
+    /// Defaults of the API, if neither client nor file sets a value. Without any, decoding is greedy.
     pub defaults: SamplingWish,
 }
 
 impl Default for ChatSampling {
-    /// Of an API that has no word for it.
+    /// For APIs without such fields.
     fn default() -> Self {
         Self {
             asked: SamplingWish::NONE,
@@ -198,10 +197,10 @@ impl Default for ChatSampling {
 
 /// Tokenizer of the loaded model.
 pub trait TokenizerBackend: Send + Sync + 'static {
-    /// The number of tokens of a prompt, however long it is.
+    /// The number of tokens of a prompt of any length.
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>>;
 
-    /// The tokens of a text, optionally with the beginning-of-sequence token and with control tokens recognised in it.
+    /// The tokens of a text; options: a beginning-of-sequence token, and recognition of control tokens.
     fn tokenize(
         &self,
         text: String,
@@ -209,108 +208,108 @@ pub trait TokenizerBackend: Send + Sync + 'static {
         control: bool,
     ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
 
-    /// The bytes of each token; none for a control token.
+    /// The bytes of each token; empty for a control token.
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>>;
 }
 
 /// Events of one chat completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChatEvent {
-    /// The prompt has been tokenized. Comes once, first.
+    /// The prompt has been tokenized. Sent once, first.
     Started {
         /// Tokens of the prompt.
         prompt_tokens: Tokens,
         /// Prompt tokens that were still in the KV cache.
         cached_tokens: Tokens,
     },
-    /// More of the answer; whole characters.
+    /// A piece of the answer, in whole characters.
     Part(AnswerPart),
-    /// The tokens of prompt and answer, as the prefix of a later conversation. Sent before the end, if requested.
+    /// The tokens of prompt and answer, to be the prefix of a later conversation. Sent before the end, if requested.
     Context(Vec<u32>),
-    /// The answer is complete. Comes last.
+    /// The answer is complete. Sent last.
     Finished {
         /// Why it ended.
         reason: FinishReason,
         /// Resource usage.
         usage: Usage,
     },
-    /// The answer cannot be completed. Comes last.
+    /// The answer cannot be completed. Sent last.
     Failed(Refusal),
 }
 
 /// Speech to text and text to speech.
 pub trait SpeechBackend: Send + Sync + 'static {
-    /// Turns speech into text. No speech in it gives an empty text, not an error.
+    /// Transcribes speech. Audio without speech gives an empty text, not an error.
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>>;
 
-    /// Turns text into speech. Resolves when the rate is known, which is when synthesis has begun.
+    /// Synthesises text. Resolves when the rate is known, that is, when synthesis has begun.
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>>;
 
-    /// Names of the voices that the worker announces; those that it announced last while it does not run.
+    /// Names of the voices that the worker announces, or announced last if it is not running.
     fn voices(&self) -> BoxFuture<'_, Vec<String>> {
         Box::pin(async { Vec::new() })
     }
 }
 
-/// Speech to be turned into text.
+/// Speech to transcribe.
 #[derive(Clone, Debug)]
 pub struct TranscribeRequest {
     /// Id, patience.
     pub meta: RequestMeta,
-    /// Name of the model, as the client gave it.
+    /// Name of the model, as given by the client.
     pub model: String,
     /// 16 kHz mono.
     pub audio: Arc<MonoAudio>,
-    /// Language that the client expects: `en`.
+    /// Language expected by the client: `en`.
     pub language: Option<String>,
-    /// Text that the client expects something like.
+    /// Text that resembles the expected one.
     pub prompt: Option<String>,
-    /// Receiver of partial transcripts, for recognisers that send them; the whole text follows at the end.
+    /// Receiver of partial transcripts, from recognisers that send them; the whole text follows at the end.
     pub pieces: Option<mpsc::Sender<String>>,
 }
 
-/// Text found in speech.
+/// Transcribed text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transcript {
-    /// The text; empty when there was no speech.
+    /// The text; empty without speech.
     pub text: String,
-    /// Language of it: `en`.
+    /// Language of the text: `en`.
     pub language: Option<String>,
 }
 
-/// Text to be turned into speech.
+/// Text to synthesise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SpeechRequest {
     /// Id, patience.
     pub meta: RequestMeta,
-    /// Name of the model, as the client gave it.
+    /// Name of the model, as given by the client.
     pub model: String,
     /// The text; never blank.
     pub text: String,
-    /// The voice that is to speak.
+    /// The requested voice.
     pub voice: VoiceWish,
     /// A speaker of a multi-speaker voice.
     pub speaker: Option<String>,
-    /// 0.25 to 4; 1 is the voice's own.
+    /// 0.25 to 4; 1 is the voice's normal speed.
     pub speed: f64,
-    /// Whether the answer is sent in one piece. It must then be complete within the client's patience; otherwise it
-    /// must begin within it.
+    /// Whether the answer is sent whole. It must then be complete within the client's patience; otherwise it must begin
+    /// within it.
     pub whole: bool,
 }
 
-/// The voice that a client would like.
+/// The voice that a client requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum VoiceWish {
-    /// The worker's own choice.
+    /// The worker's default.
     #[default]
     Any,
-    /// One that the configuration or the worker's description names.
+    /// A voice in the configuration or the worker's description.
     Known(String),
-    /// One that only the client names: it speaks if the worker announces it, else the other one does.
+    /// A voice named only by the client: used if the worker announces it, otherwise `otherwise` is used.
     Asked {
-        /// Name that clients use.
+        /// Name given by the client.
         name: String,
-        /// The default voice, where the configuration names any.
+        /// The default voice of the configuration, if any.
         otherwise: Option<String>,
     },
 }
@@ -325,15 +324,15 @@ impl From<Option<String>> for VoiceWish {
 pub struct SpeechStream {
     /// Samples per second of the chunks.
     pub rate: u32,
-    /// The voice that speaks; `None` where the worker chooses.
+    /// The voice in use; `None` if the worker chooses.
     pub voice: Option<String>,
-    /// Fields of the request that the voice does not honour.
+    /// Fields of the request that the voice ignores.
     pub ignored: &'static [&'static str],
     /// Mono samples; an `Err` is the last item.
     pub chunks: BoxStream<'static, Result<Vec<i16>, Refusal>>,
 }
 
-/// State and metrics. Every method answers from memory, at once.
+/// State and metrics. No method blocks.
 pub trait StatusBackend: Send + Sync + 'static {
     /// The arbiter's state after the last event.
     fn snapshot(&self) -> Arc<Snapshot>;
@@ -349,7 +348,7 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// The state as `cotenant status -o json` prints it, with the last events.
     fn document(&self) -> serde_json::Value;
 
-    /// Models that clients may name.
+    /// Models offered to clients.
     fn models(&self) -> Vec<ModelInfo>;
 
     /// The chat template of the LLM, once its file's header has been read.
@@ -357,49 +356,50 @@ pub trait StatusBackend: Send + Sync + 'static {
         None
     }
 
-    /// Voices that clients may name; the first is taken when none is named.
+    /// Voices offered to clients; the first is the default.
     fn voices(&self) -> Vec<Voice>;
 
-    /// The answers that run, those of several stages as one.
+    /// Running answers; the stages of one count once.
     fn answers(&self) -> &RunningAnswers;
 
-    /// A request has ended, `took` after its head was read: its last byte is sent, or the client has gone.
+    /// Records the end of a request, `took` after its head was read: the last byte was sent, or the client
+    /// disconnected.
     ///
-    /// `route` is the pattern of the path, or `unmatched`; `code` is 499 when the client has gone before the answer.
+    /// `route` is the pattern of the path, or `unmatched`; `code` is 499 if the client disconnected before the answer.
     fn request_ended(&self, route: &str, code: u16, took: Duration);
 
-    /// A chat completion has its first text, `took` after its head was read.
+    /// Records the first text of a chat completion, `took` after its head was read.
     fn first_token(&self, took: Duration);
 }
 
-/// A model that clients may name.
+/// A model offered to clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelInfo {
-    /// Its name.
+    /// Primary name.
     pub id: String,
-    /// Other names for it.
+    /// Aliases.
     pub aliases: Vec<String>,
     /// Task of the model.
     pub kind: ModelKind,
-    /// When it was made or loaded, in seconds since 1970; 0 when that is not known.
+    /// Creation or load time, in seconds since 1970; 0 if unknown.
     pub created: u64,
-    /// Size of its file; zero when that is not known.
+    /// Size of its file; zero if unknown.
     pub bytes: Bytes,
-    /// Its weights, once its file's header has been read.
+    /// Its weights, once the header of its file has been read.
     pub weights: Option<Weights>,
 }
 
 /// Number and type of a model's weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Weights {
-    /// How many there are.
+    /// Number of weights.
     pub parameters: u64,
-    /// The type of most of them: `Q4_K`.
+    /// The most common type: `Q4_K`.
     pub quantization: String,
 }
 
 impl ModelInfo {
-    /// Whether a client's name denotes this model.
+    /// Whether the model has this name.
     #[must_use]
     pub fn is_called(&self, name: &str) -> bool {
         self.id == name || self.aliases.iter().any(|alias| alias == name)
@@ -417,11 +417,11 @@ pub enum ModelKind {
     Transcription,
 }
 
-/// A voice that clients may name.
+/// A voice offered to clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Voice {
-    /// Its name, as the worker knows it.
+    /// Name used by the worker.
     pub name: String,
-    /// Other names for it: `alloy`.
+    /// Aliases: `alloy`.
     pub aliases: Vec<String>,
 }

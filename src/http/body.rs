@@ -14,31 +14,27 @@ use super::fault::{Fault, shortened};
 use cotenant_memory::heap;
 use cotenant_units::Bytes;
 
-/// Limits of one body.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BodyLimits {
-    /// Most bytes.
     pub(super) max: Bytes,
-    /// Longest wait for the next piece.
     pub(super) idle: Duration,
-    /// Longest time for the whole.
     pub(super) total: Duration,
-    /// Time after which it has to come at [`BYTES_PER_SECOND_MIN`] on average.
+    /// Time after which the average rate must be at least [`BYTES_PER_SECOND_MIN`].
     pub(super) grace: Duration,
 }
 
-/// The length that the client announces, if it does.
+/// The `Content-Length`, if any.
 pub(super) fn announced_length(headers: &HeaderMap) -> Option<Bytes> {
     let value = headers.get(header::CONTENT_LENGTH)?.to_str().ok()?;
     value.parse().ok().map(Bytes::new)
 }
 
 /// Reads a body to its end, in pieces of at most [`PIECE_MAX`]. `hold` reserves memory for each piece before it is
-/// kept, so a client that announces much and sends little holds little.
+/// stored, so memory follows the received bytes, not the announced length.
 ///
 /// # Errors
-/// 413 when it is longer than allowed, at once if its announced length already is; 408 when it arrives too slowly; 400
-/// when it is cut off; any error of `hold`.
+/// 413 if it is too long, at once if its announced length is; 408 if it arrives too slowly; 400 if it is truncated; any
+/// error of `hold`.
 pub(super) async fn read_body(
     headers: &HeaderMap,
     body: Body,
@@ -74,7 +70,7 @@ pub(super) async fn read_body(
                     return Err(too_large(announced, limits.max));
                 }
                 hold(Bytes::of_len(length))?;
-                // Copied: a piece of one byte keeps the buffer that it was read into.
+                // Copied, because a piece of one byte would keep its whole read buffer.
                 if last.len() + piece.len() > PIECE_MAX && !last.is_empty() {
                     read.push(Piece::from(std::mem::take(&mut last)));
                 }
@@ -85,20 +81,14 @@ pub(super) async fn read_body(
     }
 }
 
-/// The body of a request that [`read_body`] has read.
-///
-/// # Errors
-/// 400 when it was not read, and breaks off.
+/// The body received by [`read_body`], or 400.
 pub(super) async fn received(body: Body) -> Result<Piece, Fault> {
     axum::body::to_bytes(body, usize::MAX)
         .await
         .map_err(|error| broken(0, &error))
 }
 
-/// Memory of the JSON after parsing.
-///
-/// # Errors
-/// 413 when it exceeds `max`.
+/// Memory of the JSON after parsing; 413 above `max`.
 pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
     let tree = heap::tree_bytes(text);
     if tree <= max {
@@ -115,10 +105,10 @@ pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
     ))
 }
 
-/// Parses a JSON body; the message names the field at fault.
+/// Parses a JSON body.
 ///
 /// # Errors
-/// 400 when it is no JSON, or a field has the wrong type.
+/// 400 if it is not JSON or a field has the wrong type; the message names the field.
 pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
@@ -132,7 +122,7 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
     Ok(parsed)
 }
 
-/// A value that is missing or of a wrong type, named by the path of its field; the whole has none.
+/// A value that is missing or of a wrong type, named by the path of its field; the root has no name.
 pub(super) fn wrong_type(error: &serde_path_to_error::Error<serde_json::Error>) -> Fault {
     let path = error.path().to_string();
     let cause = error.inner().to_string();
@@ -208,9 +198,9 @@ fn too_slow(got: usize, limits: BodyLimits) -> Fault {
     )
 }
 
-/// Our choice: a fortieth of a slow Wi-Fi. Slower bodies are held back on purpose.
+/// Our choice: a fortieth of a slow Wi-Fi. Slower bodies are assumed to be deliberate.
 const BYTES_PER_SECOND_MIN: u64 = 16 << 10;
-/// Our choice: all of a JSON body.
+/// Our choice: holds any JSON body.
 const PIECE_MAX: usize = 1 << 20;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Handler of `POST /v1/chat/completions`, and the writer of its answers.
+//! Handler of `POST /v1/chat/completions`, and its writer.
 
 use std::time::Instant;
 
@@ -22,7 +22,6 @@ use super::{
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
-/// `POST /v1/chat/completions`.
 pub(super) async fn completions(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -45,7 +44,7 @@ pub(super) async fn completions(
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 
-/// Writes the answer to one request: one id and one time for all its chunks.
+/// Writes the answer to one request; all chunks share id and time.
 struct ChatWriter {
     id: String,
     created: u64,
@@ -104,7 +103,7 @@ impl Writer for ChatWriter {
         }
     }
 
-    /// The end of the text; then a chunk without choices for the usage, if it is wanted.
+    /// The end of the text, then, if requested, a chunk without choices for the usage.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
         let mut payloads = vec![self.choice(&json!({}), Some(reason))];
         if self.include_usage {
@@ -115,7 +114,7 @@ impl Writer for ChatWriter {
     }
 
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
-        // as in OpenAI's API: an answer that only calls tools has no content
+        // as in OpenAI's API: an answer with only tool calls has no content
         let silent = said.text.is_empty() && !said.calls.is_empty();
         let text = Some(said.text).filter(|_| !silent);
         let mut message = json!({"role": "assistant", "content": text});
@@ -150,7 +149,7 @@ impl Writer for ChatWriter {
     }
 }
 
-/// The id of a call of an answer: as unique as the answer's own.
+/// The id of a call, unique like the id of its answer.
 pub(super) fn call_id(answer: &str, index: usize) -> String {
     id_of("call_", answer, index)
 }
@@ -180,7 +179,7 @@ pub(super) fn usage_json(usage: Usage) -> Value {
     merged(json, shed_from(usage))
 }
 
-/// Our extension of the usage, present only if the answer was affected by missing memory.
+/// Our extension of the usage, present only if a shortage of memory affected the answer.
 pub(super) fn shed_from(usage: Usage) -> Value {
     let mut shed = json!({});
     if usage.kv_type != KvType::F16 {

@@ -1,7 +1,7 @@
 //! Parser of OpenAI's chat completion requests.
 //!
 //! Unknown fields are ignored, and named in the header `x-cotenant-ignored` unless they are harmless; fields that would
-//! change the answer are refused.
+//! change the answer are refused. Errors are 400 and name the field, its value and the limit.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -40,14 +40,14 @@ pub(super) struct WireRequest {
     presence_penalty: Option<f64>,
     top_k: Option<Whole>,
     min_p: Option<f64>,
-    /// As llama.cpp calls it.
+    /// llama.cpp's name.
     repeat_penalty: Option<f64>,
-    /// As vLLM calls it.
+    /// vLLM's name.
     repetition_penalty: Option<f64>,
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
     context_shift: Option<bool>,
-    /// As vLLM and the library `transformers` call it.
+    /// As in vLLM and `transformers`.
     continue_final_message: Option<bool>,
     add_generation_prompt: Option<bool>,
     n_keep: Option<Whole>,
@@ -61,15 +61,15 @@ struct WireMessage {
     #[serde(default)]
     content: Value,
     reasoning_content: Option<String>,
-    /// As vLLM and OpenRouter call them.
+    /// As in vLLM and OpenRouter.
     reasoning: Option<Value>,
     refusal: Option<String>,
     tool_calls: Option<Vec<WireToolCall>>,
     tool_call_id: Option<String>,
     name: Option<String>,
-    /// Whether the answer continues it, in the dialect of Mistral and DeepSeek.
+    /// Whether the answer continues this message, in the dialect of Mistral and DeepSeek.
     prefix: Option<bool>,
-    /// The same, as Moonshot and Alibaba call it.
+    /// The same, in the dialect of Moonshot and Alibaba.
     partial: Option<bool>,
 }
 
@@ -92,27 +92,23 @@ pub(super) struct WireStreamOptions {
 }
 
 impl WireStreamOptions {
-    /// Whether the client requests the usage as the last chunk.
+    /// Whether the usage is requested as the last chunk.
     pub(super) fn include_usage(options: Option<&Self>) -> bool {
         options.and_then(|options| options.include_usage) == Some(true)
     }
 }
 
 impl WireRequest {
-    /// Whether the client requests the usage as the last chunk.
     pub(super) fn include_usage(&self) -> bool {
         WireStreamOptions::include_usage(self.stream_options.as_ref())
     }
 
-    /// Fields that the client set and that are not honoured.
+    /// Set fields that are ignored.
     pub(super) fn ignored(&self) -> Vec<String> {
         not_honoured("", &self.unknown)
     }
 
-    /// The request in plain values.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// Converts the request to plain values.
     pub(super) fn into_request(
         self,
         meta: RequestMeta,
@@ -186,7 +182,7 @@ impl WireRequest {
     }
 }
 
-/// Fields about a begun answer.
+/// Fields for continuing an assistant message.
 struct Begun {
     continued: Option<bool>,
     prompted: Option<bool>,
@@ -194,7 +190,6 @@ struct Begun {
 }
 
 impl Begun {
-    /// Whether the last message is continued.
     fn continues(
         &self,
         conversation: &Conversation,
@@ -272,7 +267,7 @@ impl WireMessage {
     }
 }
 
-/// The role of this name, one of those that the API has.
+/// The role of this name, if it is in `known`.
 pub(super) fn role_of(field: &str, role: &str, known: &[&str]) -> Result<Role, Fault> {
     Ok(match role {
         role if !known.contains(&role) => {
@@ -286,7 +281,7 @@ pub(super) fn role_of(field: &str, role: &str, known: &[&str]) -> Result<Role, F
     })
 }
 
-/// Arguments of a call. Clients send them as text; those that send an object mean the same.
+/// Arguments of a call as text; some clients send an object instead.
 pub(super) fn arguments_text(arguments: Value) -> String {
     match arguments {
         Value::String(text) => text,
@@ -295,7 +290,6 @@ pub(super) fn arguments_text(arguments: Value) -> String {
     }
 }
 
-/// Whether a tool has this name.
 pub(super) fn has_tool(tools: &[Value], name: &str) -> bool {
     let own = |tool: &Value| {
         tool.pointer("/function/name")
@@ -329,7 +323,6 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
     Ok(text)
 }
 
-/// Texts that end an answer.
 pub(super) fn stop_texts(
     field: &str,
     stop: Option<Value>,
@@ -354,11 +347,11 @@ pub(super) fn stop_texts(
             format!("is above the limit of {most}"),
         );
     }
-    // an empty text would end every answer before it begins
+    // an empty text would end every answer at once
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
 }
 
-/// Tokens that stay when the oldest part of a context is dropped, if that is allowed.
+/// Tokens that are kept when the oldest context is dropped, if dropping is permitted.
 pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Option<Sinks>, Fault> {
     let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
         Sinks::from_wire(number.get()).ok_or_else(|| {
@@ -372,17 +365,16 @@ pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Optio
     Ok(may.then_some(sinks))
 }
 
-/// The most tokens of an answer. -1 is "as many as there is room for", as llama.cpp and LM Studio have it.
+/// Maximum number of tokens of an answer. -1 means no limit, as in llama.cpp and LM Studio.
 pub(super) fn answer_limit(field: &str, tokens: Option<Whole>) -> Result<Option<Tokens>, Fault> {
     at_least_one(field, tokens.filter(|tokens| tokens.get() != -1))
 }
 
-/// A number of tokens.
 pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<Tokens>, Fault> {
     tokens
         .map(|tokens| match tokens.to() {
             Some(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
-            // more than any context; the context ends it
+            // exceeds any context, which then is the limit
             None if tokens.get() > 0 => Ok(Tokens::new(u32::MAX)),
             _ => invalid(field, tokens, "is below the limit of 1"),
         })
@@ -405,7 +397,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
                     field: SCHEMA_FIELD,
                 }));
             }
-            // As llama.cpp has it, beside either type.
+            // llama.cpp puts it beside either type.
             let schema = format.get_mut("schema").map(Value::take);
             match schema.filter(|schema| !schema.is_null()) {
                 Some(schema) => Ok(Some(AnswerForm::JsonSchema {
@@ -443,7 +435,7 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
         let place = || format!("{field}[{index}]");
         match tool.get("type").unwrap_or(&Value::Null) {
             Value::String(kind) if kind == "function" => {}
-            // vLLM and Ollama take functions without it.
+            // vLLM and Ollama accept functions without a type.
             kind if !is_set(Some(kind)) && tool.get("function").is_some_and(Value::is_object) => {
                 if let Some(tool) = tool.as_object_mut() {
                     tool.insert("type".to_owned(), "function".into());
@@ -469,10 +461,10 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
     Ok(tools)
 }
 
-/// A tool of OpenAI's chat completions from one with other field names; `fields` maps them.
+/// Converts a tool of another API to OpenAI's chat completions; `fields` maps the names.
 ///
 /// # Errors
-/// 400 when it has no name, or an invalid JSON schema.
+/// 400 for a missing name or an invalid JSON schema.
 pub(super) fn function_of(
     field: &str,
     tool: &Value,
@@ -503,14 +495,13 @@ pub(super) fn function_of(
     Ok(json!({"type": "function", "function": function}))
 }
 
-/// Whether and which tools must be called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ToolChoice {
     /// The model decides.
     Auto,
-    /// The model is not given the tools.
+    /// The tools are hidden from the model.
     None,
-    /// One must be called: of this name, or any.
+    /// A tool must be called: the named one, or any.
     Required(Option<String>),
 }
 
@@ -549,11 +540,11 @@ impl ToolChoice {
 }
 
 const SCHEMA_FIELD: &str = "response_format.json_schema.schema";
-/// OpenAI's own limit.
+/// OpenAI's limit.
 const TOOLS_MAX: usize = 128;
-/// OpenAI's own limit of texts that end an answer.
+/// OpenAI's limit of stop texts.
 pub(super) const OPENAI_STOP_TEXTS: usize = 4;
-/// Our choice, for APIs that state no limit: each text is looked for behind every token.
+/// Our choice, for APIs without a stated limit: each token is searched for each text.
 pub(super) const STOP_TEXTS_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Handler of `POST /v1/completions`: text continued without the model's template.
+//! Handler of `POST /v1/completions`: continues a text without the model's template.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -26,7 +26,6 @@ use super::{
 };
 use cotenant_units::Tokens;
 
-/// `POST /v1/completions`.
 pub(super) async fn completions(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -79,7 +78,7 @@ struct WireRequest {
 }
 
 impl WireRequest {
-    /// A request for each prompt, in plain values, and the text that goes before each answer.
+    /// One request per prompt, and the text that precedes each answer.
     fn into_requests(
         self,
         mut meta: RequestMeta,
@@ -90,7 +89,7 @@ impl WireRequest {
         refuse_unsupported(&self.unknown)?;
         let mut prompts: VecDeque<Prompt> = prompts(self.prompt)?.into();
         let streamed = self.stream == Some(true);
-        // An answer in one piece is complete with the last prompt: each prompt has a share of the client's patience.
+        // A whole response is complete with the last prompt, so each prompt gets a share of the client's patience.
         let parts = u32::try_from(prompts.len()).unwrap_or(u32::MAX).max(1);
         meta.patience = match meta.patience {
             Some(patience) if !streamed => Some(patience / parts),
@@ -135,7 +134,7 @@ impl WireRequest {
                 prompt,
                 ..first.clone()
             };
-            // Equal prompts get different answers.
+            // Equal prompts must get different answers.
             let seed = &mut request.sampling.asked.seed;
             *seed = seed.map(|seed| seed.wrapping_add(place));
             request
@@ -145,7 +144,7 @@ impl WireRequest {
     }
 }
 
-/// The prompts: one, or a list of them.
+/// One prompt, or a list of prompts.
 fn prompts(field: Value) -> Result<Vec<Prompt>, Fault> {
     match field {
         Value::Array(list) if list.len() > PROMPTS_MAX && !list.iter().all(Value::is_number) => {
@@ -165,7 +164,7 @@ fn prompts(field: Value) -> Result<Vec<Prompt>, Fault> {
     }
 }
 
-/// A prompt: a text, or tokens.
+/// A text, or tokens.
 fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
     match prompt {
         Value::String(text) if text.is_empty() => invalid(field, text, "is empty"),
@@ -184,18 +183,17 @@ fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
     }
 }
 
-/// Writes the answer to one request.
 struct CompletionWriter {
     id: String,
     created: u64,
     fingerprint: String,
     model: String,
     include_usage: bool,
-    /// Text echoed before each answer.
+    /// Text that precedes each answer.
     echoes: Vec<String>,
-    /// Answers that are complete, where they come in one piece.
+    /// Complete answers of a whole response.
     choices: Vec<Value>,
-    /// The place of the prompt that is answered.
+    /// Index of the current prompt.
     index: usize,
     /// Usage of the answers so far.
     usage: Usage,
@@ -210,7 +208,6 @@ impl CompletionWriter {
         self.chunk(self.object(&json!([self.choice(text, reason)])), None)
     }
 
-    /// Text echoed before the answer.
     fn echo(&self) -> &str {
         self.echoes.get(self.index).map_or("", String::as_str)
     }
@@ -243,7 +240,7 @@ impl Writer for CompletionWriter {
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
         match part {
             AnswerPart::Text(text) => vec![self.text(&text, None)],
-            // without a template there are neither thoughts nor tools
+            // without a template the parser finds neither reasoning nor tool calls
             AnswerPart::Reasoning(_) | AnswerPart::ToolCall { .. } => Vec::new(),
         }
     }
@@ -285,5 +282,5 @@ impl Writer for CompletionWriter {
     }
 }
 
-/// Our choice: they are answered one after the other, in one place among the requests in flight.
+/// Our choice: they are answered in sequence and occupy one place.
 const PROMPTS_MAX: usize = 64;

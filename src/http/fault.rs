@@ -14,7 +14,7 @@ use cotenant_conversation::{
     refusals::{self, Kind, with_hint},
 };
 
-/// A failure as clients of OpenAI's API expect it.
+/// A failure in the form of OpenAI's API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
     status: StatusCode,
@@ -26,7 +26,7 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    /// The request itself is wrong: 400, never to be repeated as it is.
+    /// An invalid request: 400, which a retry does not change.
     pub(super) fn invalid(
         field: &str,
         value: impl std::fmt::Display,
@@ -35,7 +35,7 @@ impl Fault {
         refusals::invalid(field, shortened(&value.to_string()), problem).into()
     }
 
-    /// A failure of the request that is no [`Refusal`]: the transport or the encoding is at fault.
+    /// A failure that is not a [`Refusal`]: of transport or encoding.
     pub(super) fn request(
         status: StatusCode,
         code: &'static str,
@@ -51,25 +51,24 @@ impl Fault {
         }
     }
 
-    /// As [`Fault::request`], with the status 400.
+    /// [`Fault::request`] with status 400.
     pub(super) fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
         Self::request(StatusCode::BAD_REQUEST, code, message)
     }
 
-    /// Names the parameter at fault.
     #[must_use]
     pub(super) fn of_param(mut self, param: &str) -> Self {
         self.param = Some(param.to_owned());
         self
     }
 
-    /// Replaces `messages`, the field that chats name for faults of a conversation, with the API's field.
+    /// Replaces `messages`, by which faults of conversations name their field, with the API's field.
     #[must_use]
     pub(super) fn input_named(self, field: &str) -> Self {
         self.renamed(CONVERSATION, field)
     }
 
-    /// Names the parameter `field` as it is named where the API has it in another place.
+    /// Renames the parameter `field` to its name in another API.
     #[must_use]
     pub(super) fn renamed(mut self, field: &str, there: &str) -> Self {
         if self.param.as_deref() == Some(field) {
@@ -81,7 +80,6 @@ impl Fault {
         self
     }
 
-    /// `{"error": …}`, as a body or in a stream.
     pub(super) fn to_json(&self) -> Value {
         json!({"error": {
             "message": self.message,
@@ -91,33 +89,30 @@ impl Fault {
         }})
     }
 
-    /// As an answer whose body is only the message, `{"error": "…"}`; status and retry headers are the same.
+    /// An answer whose body has only the message, `{"error": "…"}`; status and retry headers are the same.
     pub(super) fn into_plain_response(self) -> Response {
         let body = Json(json!({"error": self.message}));
         (self.status, self.retry_headers(), body).into_response()
     }
 
-    /// Its status over HTTP.
     pub(super) const fn status(&self) -> StatusCode {
         self.status
     }
 
-    /// Its name, for programs.
+    /// Stable code for programs.
     pub(super) const fn code(&self) -> &'static str {
         self.code
     }
 
-    /// Whether a retry may succeed.
     pub(super) const fn passes(&self) -> bool {
         self.retry_after.is_some()
     }
 
-    /// In words.
     pub(super) fn message(&self) -> &str {
         &self.message
     }
 
-    /// The retry headers: clients obey `x-should-retry` first, then wait `retry-after-ms`, else `retry-after`.
+    /// The retry headers: clients obey `x-should-retry` first, then `retry-after-ms`, then `retry-after`.
     pub(super) fn retry_headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
         let Some(wait) = self.retry_after else {
@@ -139,7 +134,7 @@ impl Fault {
 /// Refuses a field of the request.
 ///
 /// # Errors
-/// [`Fault::invalid`], in any case.
+/// Always [`Fault::invalid`].
 pub(super) fn invalid<T>(
     field: &str,
     value: impl std::fmt::Display,
@@ -182,7 +177,7 @@ impl IntoResponse for Fault {
     }
 }
 
-/// A value as an error may show it: one line, not longer than a line.
+/// A value for display in an error: one line of limited length.
 pub(super) fn shortened(value: &str) -> String {
     let mut chars = value.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut text: String = chars.by_ref().take(SHOWN_CHARS_MAX).collect();
@@ -192,7 +187,7 @@ pub(super) fn shortened(value: &str) -> String {
     text
 }
 
-/// The field of chats that faults of a conversation name.
+/// The field by which faults of conversations name their field.
 const CONVERSATION: &str = "messages";
 const INVALID_REQUEST: &str = "invalid_request_error";
 const RATE_LIMIT: &str = "rate_limit_error";
@@ -203,11 +198,11 @@ const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// Read by the OpenAI SDKs before `retry-after`.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// A zero would make the SDK use its own backoff.
+/// At zero the SDK would use its own backoff.
 const RETRY_AFTER_MIN: Duration = Duration::from_millis(1);
 /// Beyond 120 s the OpenAI SDK does not retry at all (`_base_client.py`).
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(120);
-/// Our choice: enough to recognise one's own value by.
+/// Our choice: enough to recognise the value.
 const SHOWN_CHARS_MAX: usize = 80;
 
 #[cfg(test)]

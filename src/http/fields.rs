@@ -7,8 +7,7 @@ use super::{
     numbers::Whole,
 };
 
-/// Names of the unsupported fields of `place` that a client has set, as far as a header can carry them: they are client
-/// input.
+/// Names of the unsupported fields of `place` that are set, in characters that a header permits.
 pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<String> {
     let nameable = |name: &str| {
         name.len() <= NAME_MAX
@@ -24,7 +23,7 @@ pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<Stri
         .collect()
 }
 
-/// Refuses the fields without which the answer would be another one, whatever the API.
+/// Refuses fields that no API may ignore, because they change the answer.
 ///
 /// # Errors
 /// 400 naming the field, its value and the remedy.
@@ -54,7 +53,7 @@ pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Faul
     }
 }
 
-/// Refuses more answers to a prompt than one.
+/// Refuses more than one answer to a prompt.
 ///
 /// # Errors
 /// 400 naming the field, its value, the limit and the remedy.
@@ -65,7 +64,7 @@ pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault
     }
 }
 
-/// Whether a field has an effect.
+/// Whether a field is set to an effective value.
 pub(super) fn is_set(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null) => false,
@@ -76,7 +75,7 @@ pub(super) fn is_set(value: Option<&Value>) -> bool {
     }
 }
 
-/// The names of those that are set, and of the unknown ones that are not honoured.
+/// The names of those that are set, and of unknown fields that are ignored.
 pub(super) fn ignored<const N: usize>(
     known: [(&str, bool); N],
     unknown: &Map<String, Value>,
@@ -87,7 +86,7 @@ pub(super) fn ignored<const N: usize>(
         .collect()
 }
 
-/// Whether the answer is the same without the field.
+/// Whether the field does not change the answer.
 fn is_harmless(name: &str, value: &Value) -> bool {
     match name {
         "cache_control"

@@ -1,4 +1,4 @@
-//! One generation, as followed by every HTTP API.
+//! One generation: its events, measured and ordered, for all HTTP APIs.
 
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,7 @@ use super::{
 };
 use cotenant_conversation::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
-/// One generation: its events, measured, in an order that writers rely on.
-///
-/// `Started`, then parts that are not empty, then `Finished` or `Failed`.
+/// One generation: `Started`, then non-empty parts, then `Finished` or `Failed`.
 pub(super) struct Generation {
     events: ChatStream,
     usage: Usage,
@@ -63,7 +61,7 @@ impl Generation {
             | ChatEvent::Finished { .. } => {}
         }
         match event {
-            // the text sent so far stays: the client sees a truncated answer
+            // the text sent so far remains valid: the client sees a truncated answer
             ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
                 self.usage.completion_tokens = generated;
                 ChatEvent::Finished {
@@ -76,7 +74,7 @@ impl Generation {
     }
 }
 
-/// The failure of an engine that gives no end of an answer.
+/// The failure of an engine that ends a stream without an end event.
 pub(super) fn ended_silently() -> Refusal {
     Refusal::EngineLost {
         reason: "it ended the answer without a word".to_owned(),
@@ -89,16 +87,15 @@ pub(super) fn ended_silently() -> Refusal {
 pub(super) struct Said {
     pub(super) reasoning: String,
     pub(super) text: String,
-    /// Names and arguments of the tools that it calls.
+    /// Names and arguments of the called tools.
     pub(super) calls: Vec<(String, String)>,
     /// From the request to the first part.
     pub(super) first_after: Option<Duration>,
-    /// The tokens of prompt and answer, where they are wanted.
+    /// The tokens of prompt and answer, if requested.
     pub(super) context: Option<Vec<u32>>,
 }
 
 impl Said {
-    /// Adds a part.
     pub(super) fn push(&mut self, part: AnswerPart) {
         match part {
             AnswerPart::Reasoning(piece) => self.reasoning.push_str(&piece),
@@ -108,7 +105,6 @@ impl Said {
     }
 }
 
-/// All of an answer.
 pub(super) async fn collected(
     mut generation: Generation,
 ) -> Result<(Said, FinishReason, Usage), Refusal> {

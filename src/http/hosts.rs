@@ -1,7 +1,7 @@
-//! Host names and origins under which browsers may reach the APIs.
+//! Host names and origins permitted for browsers.
 //!
 //! A page of another site can make its own name resolve to our address (DNS rebinding) and then read answers as
-//! same-origin. Its requests carry that name in `Host` and the site in `Origin`: both are checked first. Pages of
+//! same-origin. Its requests have that name in `Host` and the site in `Origin`; both are checked first. Pages of
 //! allowed hosts are admitted by CORS.
 
 use std::{net::IpAddr, sync::OnceLock};
@@ -16,11 +16,11 @@ use super::fault::{Fault, shortened};
 /// How a listener can be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// By TCP, from this machine.
+    /// TCP, from this machine.
     Loopback,
-    /// By TCP, from others too.
+    /// TCP, from other machines too.
     Network,
-    /// By a Unix socket, which no browser speaks to.
+    /// A Unix socket, which browsers cannot reach.
     Socket,
 }
 
@@ -50,7 +50,7 @@ pub(super) fn check(
         .chain(uri.authority().map(ToString::to_string))
         .collect();
     for host in &named {
-        // An address is no name that another site can have; on loopback only those of this machine lead here.
+        // Another site cannot have a bare address as its name; on loopback only addresses of this machine are valid.
         let is_address = |name: &str| reach == Reach::Network && address(name).is_some();
         if !name_of(host).is_some_and(|name| is_ours(&name, allowed) || is_address(&name)) {
             return Err(Fault::request(
@@ -96,7 +96,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The response to a CORS preflight request, if it is one. [`check`] has admitted it.
+/// The response to a CORS preflight request that [`check`] has admitted.
 pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
     headers.get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
     let mut answer = HeaderMap::new();
@@ -117,7 +117,7 @@ pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
     Some((StatusCode::NO_CONTENT, answer).into_response())
 }
 
-/// Lets the page of an allowed origin read an answer.
+/// Permits a page of an allowed origin to read the answer.
 pub(super) fn readable_by(origin: &HeaderValue, response: &mut Response) {
     let headers = response.headers_mut();
     headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
@@ -128,7 +128,7 @@ pub(super) fn readable_by(origin: &HeaderValue, response: &mut Response) {
     headers.append(header::VARY, HeaderValue::from_static("origin"));
 }
 
-/// The host of `host:port`, in lower case and without a dot at its end.
+/// The host of `host:port`, in lower case and without a trailing dot.
 fn name_of(authority: &str) -> Option<String> {
     let authority = Authority::try_from(authority).ok()?;
     let host = bare(authority.host())
@@ -137,12 +137,12 @@ fn name_of(authority: &str) -> Option<String> {
     (!host.is_empty()).then_some(host)
 }
 
-/// An address of IPv6 without its brackets.
+/// An IPv6 address without its brackets.
 fn bare(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
-/// This machine by a name that no other site can have, or a configured one.
+/// Whether the name is configured, or denotes this machine and cannot belong to another site.
 fn is_ours(name: &str, allowed: &[String]) -> bool {
     name == "localhost"
         || name.ends_with(".localhost")
@@ -153,7 +153,7 @@ fn is_ours(name: &str, allowed: &[String]) -> bool {
             .any(|allowed| bare(allowed).eq_ignore_ascii_case(name))
 }
 
-/// The names of this machine: as it calls itself, and as others find it by multicast DNS.
+/// The names of this machine: its host name, and the multicast DNS name.
 fn own_names() -> &'static [String] {
     static NAMES: OnceLock<Vec<String>> = OnceLock::new();
     NAMES.get_or_init(|| {

@@ -5,10 +5,9 @@
 //!                └─► routes (request id, limits, metrics) ──► chat · completions · responses · messages · ollama · …
 //!                                                               └─► backend traits ──► daemon
 //! ```
-//!
-//! A request is *admitted first and answered then*: while the answer has no byte yet, a refusal is a status code with
-//! retry headers; afterwards it can only be an error object in the stream. [`cotenant_conversation::refusal::Refusal`] is the
-//! one list of reasons; `fault.rs` renders it.
+//! A request is *admitted first and answered then*: before the first byte of the answer a refusal is a status code with
+//! retry headers, afterwards an error object in the stream. [`cotenant_conversation::refusal::Refusal`] lists all
+//! reasons; `fault.rs` renders them.
 
 pub mod backend;
 

@@ -1,4 +1,4 @@
-//! Shared memory for requests, and shared connections; no client can use all of it.
+//! Memory and connections shared by clients, with a bound for each client.
 
 use std::{
     collections::BTreeMap,
@@ -15,20 +15,19 @@ use cotenant_memory::heap;
 use cotenant_units::Bytes;
 use cotenant_units::lock::locked;
 
-/// A client, as far as clients can be distinguished.
+/// A client, as far as it can be identified.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Who {
-    /// By a Unix socket.
+    /// Connected by a Unix socket.
     #[default]
     Local,
-    /// By its address; of IPv6 the part that names a network.
+    /// Its address; for IPv6 the network prefix.
     Address(IpAddr),
-    /// By its key.
     Key(Arc<str>),
 }
 
 impl Who {
-    /// The client at the other end of a connection.
+    /// The client at the remote end of a connection.
     pub(super) fn at(address: Option<IpAddr>) -> Self {
         match address.map(|address| address.to_canonical()) {
             None => Self::Local,
@@ -46,7 +45,7 @@ impl Who {
     }
 }
 
-/// So many units for all clients, of which each may have a share.
+/// A number of units for all clients, with a maximum for each.
 #[derive(Clone)]
 pub(super) struct Quota {
     all: Arc<Semaphore>,
@@ -61,7 +60,7 @@ pub(super) struct Share {
     permit: OwnedSemaphorePermit,
 }
 
-/// Why there are no units.
+/// The exhausted limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Short {
     OfAll,
@@ -77,7 +76,7 @@ impl Quota {
         }
     }
 
-    /// Takes units for a client, if there are as many for it.
+    /// Takes units for a client, if available.
     pub(super) fn take(&self, who: &Who, units: usize) -> Result<Share, Short> {
         let mut taken = locked(&self.taken);
         let has = taken
@@ -106,13 +105,13 @@ impl Share {
         self.permit.num_permits()
     }
 
-    /// Has so many units from now on; unchanged where there are no more.
+    /// Changes the number of units; unchanged if there are not enough.
     fn resize(&mut self, units: usize) -> Result<(), Short> {
         match units.checked_sub(self.units()) {
             Some(0) => {}
             Some(more) => {
                 let mut more = self.quota.take(&self.who, more)?;
-                // The other permit is empty then.
+                // The other permit is then empty.
                 if let Some(permit) = more.permit.split(more.units()) {
                     self.permit.merge(permit);
                 }
@@ -145,18 +144,18 @@ impl Drop for Share {
     }
 }
 
-/// Memory of one kind, for all clients together.
+/// Memory of one kind for all clients.
 #[derive(Clone)]
 pub(super) struct Pool {
     quota: Quota,
     max: Bytes,
     share: Bytes,
-    /// As a refusal names it: "memory for …".
+    /// Completes "memory for …" in a refusal.
     what: &'static str,
 }
 
 impl Pool {
-    /// So much memory, of which one client may have `share`.
+    /// A pool of `max` bytes, of which one client may have `share`.
     pub(super) fn new(max: Bytes, share: Bytes, what: &'static str) -> Self {
         Self {
             quota: Quota::new(kib_of(max), kib_of(share)),
@@ -166,10 +165,7 @@ impl Pool {
         }
     }
 
-    /// Sets memory aside, as long as the returned value lives.
-    ///
-    /// # Errors
-    /// 429 when there is no room for it now.
+    /// Reserves memory until the returned value is dropped; 429 if none is free now.
     pub(super) fn hold(&self, act: &str, who: &Who, bytes: Bytes) -> Result<Held, Fault> {
         let share = self
             .quota
@@ -181,7 +177,7 @@ impl Pool {
         })
     }
 
-    /// The refusal where there is no room.
+    /// The refusal of an exhausted pool.
     pub(super) fn full(&self, act: &str) -> Fault {
         self.short(act, Short::OfAll)
     }
@@ -196,17 +192,14 @@ impl Pool {
     }
 }
 
-/// Reserved memory. Memory freed with it is returned to the system.
+/// Reserved memory. When it is dropped, free heap memory is returned to the system.
 pub(super) struct Held {
     share: Share,
     pool: Pool,
 }
 
 impl Held {
-    /// Sets aside `bytes` in all, more or less than before.
-    ///
-    /// # Errors
-    /// 429, and nothing has changed, when there is no room for more now.
+    /// Changes the reservation to `bytes` in total; unchanged with a 429 if no more is free now.
     pub(super) fn resize(&mut self, act: &str, bytes: Bytes) -> Result<(), Fault> {
         let before = self.share.units();
         let wanted = kib_of(bytes);
@@ -224,7 +217,7 @@ impl Drop for Held {
     }
 }
 
-/// Memory of one request, which its answer keeps to the last byte.
+/// Memory of one request, held until the last byte of its answer.
 #[derive(Clone, Default)]
 pub(super) struct RequestMemory {
     who: Who,
@@ -232,7 +225,7 @@ pub(super) struct RequestMemory {
 }
 
 impl RequestMemory {
-    /// An empty reservation for a request of this client.
+    /// An empty reservation for this client.
     pub(super) fn of(who: Who) -> Self {
         Self {
             who,
@@ -240,7 +233,7 @@ impl RequestMemory {
         }
     }
 
-    /// The reservation under which the request's body was received.
+    /// The reservation under which the body of the request was received.
     pub(super) fn in_extensions(extensions: &Extensions) -> Self {
         extensions.get::<Self>().cloned().unwrap_or_default()
     }
@@ -250,10 +243,7 @@ impl RequestMemory {
         Self::of(self.who.clone())
     }
 
-    /// Sets aside `bytes` in all.
-    ///
-    /// # Errors
-    /// 429 when there is no room for it now.
+    /// Reserves `bytes` in total; 429 if none is free now.
     pub(super) fn hold(&self, pool: &Pool, act: &str, bytes: Bytes) -> Result<(), Fault> {
         let mut held = locked(&self.held);
         match &mut *held {

@@ -23,7 +23,6 @@ use super::{
     tokens::tokenizer,
 };
 
-/// `POST /v1/messages`.
 pub(super) async fn messages(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -49,7 +48,6 @@ pub(super) async fn messages(
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 
-/// `POST /v1/messages/count_tokens`.
 pub(super) async fn count_tokens(
     State(api): State<Api>,
     Extension(_meta): Meta,
@@ -63,8 +61,8 @@ pub(super) async fn count_tokens(
     Ok(Json(json!({"input_tokens": count.get()})).into_response())
 }
 
-/// Refuses unknown versions of the API. Known ones differ in refused fields: the newer one has no `temperature`,
-/// `top_p` and `top_k`, which are accepted from clients of both.
+/// Refuses unknown versions of the API. The newer of the known ones lacks `temperature`, `top_p` and `top_k`, which are
+/// accepted with both.
 fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
     let version = headers
         .get(VERSION_HEADER)
@@ -79,7 +77,7 @@ fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
     }
 }
 
-/// A failure as Anthropic's clients expect it: `{"type": "error", "error": {"type", "message"}}`.
+/// A failure in Anthropic's form: `{"type": "error", "error": {"type", "message"}}`.
 pub(super) struct MessagesFault(Fault);
 
 impl<F: Into<Fault>> From<F> for MessagesFault {
@@ -95,10 +93,9 @@ impl IntoResponse for MessagesFault {
     }
 }
 
-/// The status and the body of a failure.
 fn of_fault(fault: &Fault) -> (StatusCode, Value) {
     let (status, kind) = match fault.status() {
-        // temporary refusals are an overload, unless they are our own fault
+        // temporary refusals count as overload, except for our own faults
         StatusCode::SERVICE_UNAVAILABLE if fault.passes() && !fault.code().ends_with("_lost") => {
             (overloaded(), "overloaded_error")
         }
@@ -112,7 +109,7 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
         status @ StatusCode::PAYLOAD_TOO_LARGE => (status, "request_too_large"),
         status => (status, "invalid_request_error"),
     };
-    // Clients tell this one by Anthropic's words.
+    // Clients detect this error by Anthropic's wording.
     let message = match fault.code() {
         "context_length_exceeded" => format!("prompt is too long: {}", fault.message()),
         _ => fault.message().to_owned(),
@@ -121,23 +118,21 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
     (status, json!({"type": "error", "error": error}))
 }
 
-/// 529, as Anthropic has it.
 fn overloaded() -> StatusCode {
     StatusCode::from_u16(529).unwrap_or(StatusCode::SERVICE_UNAVAILABLE)
 }
 
-/// The block of content that a stream is in.
+/// The open content block of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Block {
     Text,
     Thinking,
 }
 
-/// Writes the answer to one request.
 struct MessageWriter {
     id: String,
     model: String,
-    /// Whether the reasoning of the model is sent to the client.
+    /// Whether reasoning is sent to the client.
     thinks: bool,
     stop: Vec<String>,
     open: Option<Block>,
@@ -161,7 +156,6 @@ impl MessageWriter {
         })
     }
 
-    /// `stop_reason` and `stop_sequence`.
     fn reason(&self, reason: FinishReason) -> (Value, Value) {
         match reason {
             FinishReason::Length => (json!("max_tokens"), Value::Null),
@@ -211,7 +205,7 @@ impl MessageWriter {
         }
     }
 
-    /// A call; none of one that its length has cut, whose input is no object.
+    /// A tool call; `None` for one truncated by the length limit, whose input is not an object.
     fn call(&mut self, name: &str, arguments: &str) -> Option<Value> {
         let input: Value = serde_json::from_str(arguments).ok()?;
         let id = id_of("toolu_", &self.id, self.calls);
@@ -289,12 +283,12 @@ impl Writer for MessageWriter {
     }
 }
 
-/// An event of the type that it is named by.
+/// An event named by its type.
 fn event(name: &'static str, data: Value) -> Payload {
     Payload::named(name, &merged(json!({"type": name}), data))
 }
 
-/// Tokens that were in the cache are not counted as input there.
+/// In this API cached tokens do not count as input.
 fn usage_json(usage: Usage) -> Value {
     let fresh = usage
         .prompt_tokens
@@ -310,5 +304,5 @@ fn usage_json(usage: Usage) -> Value {
 }
 
 const VERSION_HEADER: HeaderName = HeaderName::from_static("anthropic-version");
-/// The versions that clients send.
+/// Versions in use.
 const VERSIONS: [&str; 2] = ["2023-06-01", "2026-10-21"];

@@ -1,4 +1,4 @@
-//! Parser of Anthropic's messages requests.
+//! Parser of Anthropic's messages requests. Errors are 400 and name the field, its value and the limit.
 
 use std::collections::BTreeMap;
 
@@ -72,7 +72,7 @@ struct WireOutputConfig {
 }
 
 impl WireRequest {
-    /// Fields that the client set and that are not honoured.
+    /// Set fields that are ignored.
     pub(super) fn ignored(&self) -> Vec<String> {
         let budget = self
             .thinking
@@ -99,17 +99,12 @@ impl WireRequest {
         ignored(known, &self.unknown)
     }
 
-    /// Whether the client requests the reasoning of the model.
     pub(super) fn thinks(&self) -> bool {
         self.thinking
             .as_ref()
             .is_some_and(|thinking| thinking.kind != "disabled")
     }
 
-    /// The conversation to continue.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         if self
             .mcp_servers
@@ -159,7 +154,7 @@ impl WireRequest {
         Ok(conversation)
     }
 
-    /// The tools as OpenAI writes them; none where none may be called.
+    /// The tools in OpenAI's form; empty if none may be called.
     fn read_tools(&mut self) -> Result<Vec<Value>, Fault> {
         let tools = self.tools.take().unwrap_or_default();
         let tools = tools.iter().enumerate().map(|(index, tool)| {
@@ -190,7 +185,7 @@ impl WireRequest {
         Ok(if none { Vec::new() } else { tools })
     }
 
-    /// The form that the answer must have.
+    /// The required form of the answer.
     fn form(&mut self, tools: &[Value]) -> Result<Option<AnswerForm>, Fault> {
         if let Some(choice) = &self.tool_choice {
             let name = match (choice.kind.as_str(), &choice.name) {
@@ -249,10 +244,7 @@ impl WireRequest {
         }
     }
 
-    /// The request in plain values.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// Converts the request to plain values.
     pub(super) fn into_request(
         mut self,
         meta: RequestMeta,
@@ -298,10 +290,10 @@ impl WireRequest {
     }
 }
 
-/// Messages as they are read.
+/// Messages parsed so far.
 struct Messages {
     messages: Vec<ChatMessage>,
-    /// Names of the tools that were called, by the ids of the calls.
+    /// Names of the called tools, by call id.
     tools: BTreeMap<String, String>,
 }
 
@@ -358,7 +350,7 @@ impl Messages {
                 let thoughts = text(&block, "thinking")?;
                 spoken.reasoning.get_or_insert_default().push_str(&thoughts);
             }
-            // of other models, which alone can read them
+            // from other models; only they can decrypt it
             ("redacted_thinking", Role::Assistant) => {}
             ("tool_use", Role::Assistant) => {
                 let (id, name) = (text(&block, "id")?, text(&block, "name")?);
@@ -409,7 +401,7 @@ impl Messages {
     }
 }
 
-/// A text, or blocks of text joined.
+/// A text, or joined blocks of text.
 fn text_of(field: &str, content: Value) -> Result<String, Fault> {
     let blocks = match content {
         Value::Null => return Ok(String::new()),

@@ -1,4 +1,4 @@
-//! Models by the names that clients give them.
+//! Models by their names in requests.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
@@ -11,7 +11,7 @@ use super::{
 };
 use cotenant_conversation::refusal::Refusal;
 
-/// The chat model that a client means; the first when it names none.
+/// The requested chat model; the first one by default.
 pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault> {
     let models = api.backends().status.models();
     let mut chat = models.iter().filter(|model| model.kind == ModelKind::Chat);
@@ -30,7 +30,8 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
     }
 }
 
-/// Identifies a file by name, size and time, in the length that clients truncate; it is no digest of the content.
+/// An identifier from name, size and time of a file, in the length that clients truncate to; not a digest of the
+/// content.
 pub(super) fn digest(model: &ModelInfo) -> String {
     (0u8..4)
         .map(|part| {
@@ -41,7 +42,7 @@ pub(super) fn digest(model: &ModelInfo) -> String {
         .collect()
 }
 
-/// OpenAI's `system_fingerprint`: with the same one, the same seed, settings and prompt give the same answer.
+/// OpenAI's `system_fingerprint`: while it is equal, equal seed, settings and prompt give an equal answer.
 pub(super) fn fingerprint(api: &Api, name: &str) -> String {
     let models = api.backends().status.models();
     let mut hasher = DefaultHasher::new();
@@ -53,7 +54,7 @@ pub(super) fn fingerprint(api: &Api, name: &str) -> String {
     format!("fp_{:010x}", hasher.finish() >> 24)
 }
 
-/// The refusal of a model that is not there; names those that are.
+/// The refusal of an unknown model, which names the known ones.
 pub(super) fn unknown_model<'a>(
     id: &str,
     models: impl IntoIterator<Item = &'a ModelInfo>,
@@ -67,7 +68,6 @@ pub(super) fn unknown_model<'a>(
     })
 }
 
-/// The task of a model in one word.
 pub(super) const fn task(kind: ModelKind) -> &'static str {
     match kind {
         ModelKind::Chat => "chat",
@@ -76,7 +76,7 @@ pub(super) const fn task(kind: ModelKind) -> &'static str {
     }
 }
 
-/// The refusal of a model that is there, and not for chat.
+/// The refusal of a known model that is not for chat.
 pub(super) fn wrong_model<'a>(
     id: &str,
     task: &str,

@@ -1,4 +1,4 @@
-//! Numbers in requests: integers, also written as `8192.0`, and bounded values.
+//! Numbers in requests: integers, also written as `8192.0`, and ranges.
 
 use std::fmt;
 
@@ -10,23 +10,22 @@ use serde_json::Value;
 
 use super::fault::{Fault, invalid};
 
-/// An integer in a request. Clients that keep their settings as floating-point numbers send `8192.0`, which every API
+/// An integer in a request. Clients that store settings as floating-point numbers send `8192.0`, which every API
 /// accepts; `8192.5` is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Whole(i64);
 
 impl Whole {
-    /// As a plain number.
     pub(super) const fn get(self) -> i64 {
         self.0
     }
 
-    /// The number that `value` is, if it is a whole one.
+    /// The integer value of `value`, if it has one.
     pub(super) fn of(value: &Value) -> Option<Self> {
         Self::deserialize(value).ok()
     }
 
-    /// The same in a type that holds it.
+    /// The same in a smaller type, if it fits.
     pub(super) fn to<T: TryFrom<i64>>(self) -> Option<T> {
         T::try_from(self.0).ok()
     }
@@ -63,13 +62,13 @@ impl Visitor<'_> for WholeVisitor {
     }
 
     fn visit_f64<E: Error>(self, number: f64) -> Result<Whole, E> {
-        // Its text has digits alone where there is no fraction, however large it is.
+        // Without a fraction its text has only digits, however large it is.
         let whole = number.to_string().parse().map(Whole);
         whole.map_err(|_fraction| E::invalid_value(Unexpected::Float(number), &self))
     }
 }
 
-/// A number between two limits.
+/// A number within two limits.
 pub(super) fn in_range(
     field: &str,
     value: Option<f64>,

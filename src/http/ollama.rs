@@ -1,7 +1,7 @@
 //! Ollama's API: tags, ps, show, version, chat, generate.
 //!
-//! Memory remains the arbiter's decision: `num_ctx` is a wish for KV capacity, `keep_alive` one for the model's
-//! lifetime. All endpoints but chat and generate are answered from cached state, also while the model loads.
+//! The arbiter decides about memory: `num_ctx` and `keep_alive` are hints. All endpoints but chat and generate are
+//! served from cached state, also while the model loads.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -25,7 +25,7 @@ use super::{
 };
 use cotenant_policy::snapshot::{EngineState, Snapshot};
 
-/// A failure as Ollama's clients expect it: `{"error": "…"}`.
+/// A failure in Ollama's form: `{"error": "…"}`.
 pub(super) struct OllamaFault(Fault);
 
 impl<F: Into<Fault>> From<F> for OllamaFault {
@@ -40,8 +40,7 @@ impl IntoResponse for OllamaFault {
     }
 }
 
-/// `GET /api/version`: the version of Ollama whose API this is, because clients refuse versions that lack functions
-/// they use; and our own.
+/// `GET /api/version`: our own version, and the Ollama release with this API, because clients refuse older releases.
 pub(super) async fn version() -> Json<Value> {
     Json(json!({"version": OLLAMA_VERSION, "cotenant": env!("CARGO_PKG_VERSION")}))
 }
@@ -61,8 +60,8 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
     Json(json!({"models": models}))
 }
 
-/// `GET /api/ps`: memory use. `size` is the model with all memory it wants, `size_vram` its current memory,
-/// `context_length` the KV capacity in force.
+/// `GET /api/ps`: memory use. `size` is the model's size with ample memory, `size_vram` its current size,
+/// `context_length` the current KV capacity.
 pub(super) async fn ps(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
     let models: Vec<Value> = chat_models(&api)
@@ -95,7 +94,7 @@ fn details(model: &ModelInfo, snapshot: &Snapshot) -> Value {
     })
 }
 
-/// A count of parameters as model cards have it: `4.6M`, `1.7B`.
+/// A parameter count as on model cards: `4.6M`, `1.7B`.
 fn humane(count: u64) -> String {
     let tenths = |unit: u64| format!("{}.{}", count / unit, count % unit * 10 / unit);
     match count {
@@ -140,11 +139,10 @@ fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {
 #[derive(Deserialize)]
 struct WireShow {
     model: Option<String>,
-    /// As older clients call it.
+    /// Name of the field in older clients.
     name: Option<String>,
 }
 
-/// `POST /api/show`.
 pub(super) async fn show(
     State(api): State<Api>,
     request: Request,
@@ -187,7 +185,6 @@ pub(super) async fn show(
     })))
 }
 
-/// `POST /api/chat`.
 pub(super) async fn chat(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -196,7 +193,6 @@ pub(super) async fn chat(
     asked(api, meta, request, Shape::Chat).await
 }
 
-/// `POST /api/generate`.
 pub(super) async fn generate(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -205,7 +201,7 @@ pub(super) async fn generate(
     asked(api, meta, request, Shape::Generate).await
 }
 
-/// The model with a name; Ollama appends `:latest` to a name without a tag.
+/// The model of this name; Ollama appends `:latest` to a name without a tag.
 fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
     let models = chat_models(api);
     let plain = name.strip_suffix(":latest").unwrap_or(name);
@@ -242,5 +238,5 @@ async fn asked(
 /// The release with the newest features supported here: tools while streaming, `think`, `truncate` and `shift`.
 const OLLAMA_VERSION: &str = "0.12.10";
 
-/// The model is never unloaded for being idle.
+/// The model is never unloaded for idleness.
 const NEVER: &str = "9999-12-31T23:59:59Z";

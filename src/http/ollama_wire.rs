@@ -1,9 +1,8 @@
-//! Requests of Ollama's API.
+//! Parser of Ollama's requests.
 //!
-//! `num_ctx` and `keep_alive` are wishes: the arbiter decides, and the last line of an answer states the granted
-//! context. `shift` and `num_keep` have Ollama's meaning but another default: an answer drops context only if the
-//! request allows it. `truncate` omits the oldest messages of a conversation that is longer than the context, as in
-//! Ollama.
+//! `num_ctx` and `keep_alive` are hints; the last line of an answer states the granted context. `shift` and `num_keep`
+//! have Ollama's meaning but another default: context is dropped only on request. `truncate` omits the oldest messages
+//! of a conversation longer than the context, as in Ollama. Errors are 400 and name the field, its value and the limit.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -24,8 +23,8 @@ use super::{
 };
 use cotenant_units::Tokens;
 
-/// The body of `POST /api/chat` and of `POST /api/generate`. One flat list of fields, since a fault in a nested list
-/// would not name its field.
+/// The body of `POST /api/chat` and of `POST /api/generate`: one flat struct, because serde does not name the field of
+/// a fault in a flattened one.
 #[derive(Debug, Deserialize)]
 pub(super) struct WireRequest {
     pub(super) model: String,
@@ -90,22 +89,19 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// A parsed request, with the fields that only Ollama has.
+/// A parsed request, with Ollama's own fields.
 #[derive(Debug)]
 pub(super) struct Asked {
     /// `None` when the request only loads or unloads the model.
     pub(super) request: Option<ChatRequest>,
-    /// Whether the client asks to unload the model.
+    /// Whether unloading is requested.
     pub(super) unload: bool,
-    /// Fields that the client set and that are not honoured.
+    /// Set fields that are ignored.
     pub(super) ignored: Vec<String>,
 }
 
 impl WireRequest {
-    /// The request for a chat in plain values.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// Converts a chat request to plain values.
     pub(super) fn into_chat(mut self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
         let messages = self
             .messages
@@ -128,10 +124,7 @@ impl WireRequest {
         )
     }
 
-    /// The request for a text in plain values: a conversation of one message.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// Converts a text request to plain values: a conversation of one message.
     pub(super) fn into_generate(
         mut self,
         meta: RequestMeta,
@@ -226,7 +219,7 @@ impl WireRequest {
         let mut prompt = prompt.unwrap_or_default();
         if let Prompt::Chat(conversation) = &mut prompt {
             conversation.variables = variables;
-            // As most templates of Ollama's have it.
+            // Like most of Ollama's templates.
             conversation.continues = form.is_none() && conversation.ends_with_words_of_the_model();
         }
         let sampling = SamplingFields {
@@ -243,7 +236,7 @@ impl WireRequest {
             meta,
             model,
             prompt,
-            // -1 and -2 are "as much as there is"
+            // -1 and -2 mean no limit
             max_tokens: options
                 .num_predict
                 .and_then(Whole::to)
@@ -253,7 +246,7 @@ impl WireRequest {
             stop: stop_texts("options.stop", options.stop, STOP_TEXTS_MAX)?,
             form,
             context_wanted: context,
-            // A request that names tokens to keep allows the rest to be dropped.
+            // Naming tokens to keep permits dropping the rest.
             sinks: sinks(
                 self.shift.unwrap_or(options.num_keep.is_some()),
                 "options.num_keep",
@@ -273,7 +266,7 @@ impl WireRequest {
 
 impl WireMessage {
     fn into_message(self, index: usize) -> Result<ChatMessage, Fault> {
-        // Ollama compares them in small letters.
+        // Ollama compares roles in lower case.
         let known = ["system", "user", "assistant", "tool"];
         let role = match self.role.to_ascii_lowercase().as_str() {
             "developer" => Role::System,
@@ -287,7 +280,7 @@ impl WireMessage {
             reasoning: self.thinking,
             tool_calls: calls
                 .map(|(call, at): (WireToolCall, u32)| ToolCall {
-                    // Ollama's calls have no ids; templates want some
+                    // Ollama's calls have no ids, but templates need them
                     id: format!("call_{index}_{at}"),
                     name: call.function.name,
                     arguments: arguments_text(call.function.arguments),
@@ -323,7 +316,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     }
 }
 
-/// Whether the client asks to unload the model: seconds, or a number with a unit; negative means forever.
+/// Whether unloading is requested: seconds, or a number with a unit; negative means forever.
 fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
     let wrong = |value: &Value| {
         Fault::invalid(
@@ -340,7 +333,7 @@ fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
         Some(value @ Value::String(text)) => {
             let text = text.trim();
             let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == 'µ');
-            // Ollama takes compound ones such as `1h30m` as well; only zero matters
+            // Ollama also accepts compound durations such as `1h30m`; only zero matters
             let parts: Vec<&str> = number
                 .split(|c: char| c.is_ascii_alphabetic() || c == 'µ')
                 .filter(|part| !part.is_empty())

@@ -15,16 +15,14 @@ use super::{
 };
 use cotenant_units::Tokens;
 
-/// Which of the two answers is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shape {
-    /// `message`, as `/api/chat` has it.
+    /// `message`, as in `/api/chat`.
     Chat,
-    /// `response`, as `/api/generate` has it.
+    /// `response`, as in `/api/generate`.
     Generate,
 }
 
-/// Writes the answer to one request.
 pub(super) struct OllamaWriter {
     model: String,
     shape: Shape,
@@ -47,12 +45,12 @@ impl OllamaWriter {
         }
     }
 
-    /// A piece of an answer; an empty one keeps the client from giving up.
+    /// A piece of an answer; an empty one keeps the connection alive.
     fn piece(&self, said: &Said) -> Payload {
         Payload::from(&merged(self.line(said), json!({"done": false})))
     }
 
-    /// The last line of an answer; with the whole answer unless it is streamed.
+    /// The last line of an answer; contains the whole answer unless it is streamed.
     fn last(&self, said: &Said, reason: FinishReason, usage: Usage) -> Value {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let reason = match reason {
@@ -91,7 +89,7 @@ impl OllamaWriter {
             .map(|plan| plan.kv_capacity)
     }
 
-    /// The answer to a request that only loads or unloads the model. The model stays in either case.
+    /// The answer to a request that only loads or unloads the model, which stays loaded in either case.
     pub(super) fn nothing_asked(&self, unload: bool) -> Value {
         let reason = if unload { "unload" } else { "load" };
         let end = json!({"done": true, "done_reason": reason});
@@ -150,19 +148,19 @@ impl Writer for OllamaWriter {
         self.last(&said, reason, usage)
     }
 
-    /// Lines cannot have comments; an empty piece has no content and keeps the connection alive.
+    /// Lines cannot contain comments; an empty piece keeps the connection alive.
     fn silence(&self) -> Option<Payload> {
         Some(self.piece(&Said::default()))
     }
 }
 
-/// A call as Ollama writes it; nothing for one that its length has cut, whose arguments are no object.
+/// A tool call in Ollama's form; `None` for one truncated by the length limit, whose arguments are not an object.
 fn call_json((name, arguments): &(String, String)) -> Option<Value> {
     let arguments: Value = serde_json::from_str(arguments).ok()?;
     Some(json!({"function": {"name": name, "arguments": arguments}}))
 }
 
-/// A time as Ollama writes it: `2026-11-21T12:00:00.5Z`.
+/// A time in Ollama's form: `2026-11-21T12:00:00.5Z`.
 pub(super) fn rfc3339(time: SystemTime) -> String {
     prost_types::Timestamp::from(time).to_string()
 }

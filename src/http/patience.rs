@@ -1,4 +1,4 @@
-//! Requests that are held while their refusal is temporary.
+//! Retry of temporary refusals.
 
 use std::time::Duration;
 
@@ -6,8 +6,8 @@ use tokio::time::{Instant, sleep};
 
 use cotenant_conversation::refusal::Refusal;
 
-/// Retries temporary refusals within `limit` and while `helps`, given the refusal and the number of attempts, allows
-/// it. Refusals that last longer are returned at once.
+/// Retries temporary refusals within `limit` while `helps`, given the refusal and the number of attempts, returns true.
+/// A refusal that announces a longer wait than the limit is returned at once.
 ///
 /// # Errors
 /// A permanent refusal, or one that outlasts the limit.
@@ -41,7 +41,7 @@ where
     }
 }
 
-/// Whether a shed, or growth after it, ends the refusal within seconds.
+/// Whether a shed, or growth after it, can resolve the refusal within seconds.
 pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     matches!(
         refusal,
@@ -52,7 +52,7 @@ pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     )
 }
 
-/// Our choice: below it retries cause load, above it a shed is long over.
+/// Our choice: shorter pauses cause load, longer ones outlast a shed.
 const AGAIN_MIN: Duration = Duration::from_millis(50);
 const AGAIN_MAX: Duration = Duration::from_millis(250);
 

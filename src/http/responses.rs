@@ -23,7 +23,6 @@ use super::{
     tokens::tokenizer,
 };
 
-/// `POST /v1/responses`.
 pub(super) async fn responses(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -41,7 +40,6 @@ pub(super) async fn responses(
     Ok((ignored, answered).into_response())
 }
 
-/// `POST /v1/responses/input_tokens`.
 pub(super) async fn input_tokens(
     State(api): State<Api>,
     request: Request,
@@ -56,7 +54,7 @@ pub(super) async fn input_tokens(
     ))
 }
 
-/// An item of the output that text is added to.
+/// The output item to which text is being appended.
 struct Open {
     kind: Kind,
     id: String,
@@ -91,10 +89,9 @@ impl Open {
     }
 }
 
-/// Writes the answer to one request.
 struct ResponseWriter {
     id: String,
-    /// The response as far as it is known when it begins.
+    /// The response as known at its start.
     response: Value,
     sequence: u64,
     open: Option<Open>,
@@ -150,7 +147,7 @@ impl ResponseWriter {
         Payload::named(name, &merged(data, of_event))
     }
 
-    /// An event of the item that is the next of the output.
+    /// An event of the next output item.
     fn item_event(&mut self, name: &'static str, id: &str, data: Value) -> Payload {
         let of_item = json!({"item_id": id, "output_index": self.output.len()});
         self.event(name, merged(data, of_item))
@@ -259,7 +256,7 @@ impl ResponseWriter {
             &id,
             json!({"name": name, "arguments": arguments}),
         ));
-        // one that its length has cut is no object
+        // a call truncated by the length limit is not a complete object
         let whole = serde_json::from_str::<serde_json::Map<String, Value>>(arguments).is_ok();
         let done = item(if whole { "completed" } else { "incomplete" }, arguments);
         payloads.push(self.output_event("response.output_item.done", &done));
@@ -267,7 +264,7 @@ impl ResponseWriter {
         payloads
     }
 
-    /// The response as it is now.
+    /// The response in its current state.
     fn now(&self, changes: Value) -> Value {
         let response = merged(self.response.clone(), json!({"output": self.output}));
         merged(response, changes)
@@ -317,7 +314,7 @@ impl Writer for ResponseWriter {
         payloads
     }
 
-    /// Clients look at the response or at an event `error`, some of them only at the object in it.
+    /// Clients read either the response or an event `error`, some only the object in it.
     fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
         let mut payloads = Vec::new();
         self.closed("incomplete", &mut payloads);

@@ -1,4 +1,4 @@
-//! Parser of OpenAI's Responses requests.
+//! Parser of OpenAI's Responses requests. Errors are 400 and name the field, its value and the limit.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -49,7 +49,7 @@ pub(super) struct WireRequest {
 }
 
 impl WireRequest {
-    /// Fields that the client set and that are not honoured.
+    /// Set fields that are ignored.
     pub(super) fn ignored(&self) -> Vec<String> {
         let of_text = |key: &str| self.text.as_ref().and_then(|text| text.get(key));
         let known = [
@@ -100,10 +100,6 @@ impl WireRequest {
         }
     }
 
-    /// The conversation to continue.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         self.refuse_unsupported()?;
         let mut messages = Vec::new();
@@ -156,10 +152,7 @@ impl WireRequest {
         }
     }
 
-    /// The request in plain values.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// Converts the request to plain values.
     pub(super) fn request(
         &mut self,
         meta: RequestMeta,
@@ -194,17 +187,14 @@ impl WireRequest {
     }
 }
 
-/// Whether any of its fields is set.
+/// Whether any of its fields has an effect.
 fn asks_anything(object: &Value) -> bool {
     object
         .as_object()
         .is_some_and(|map| map.values().any(|value| !value.is_null()))
 }
 
-/// The tools as the chat API writes them.
-///
-/// # Errors
-/// 400 naming the field, its value and the limit.
+/// The tools in the form of the chat API.
 pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>, Fault> {
     let tools = tools.iter().enumerate().map(|(index, tool)| {
         let kind = tool.get("type").and_then(Value::as_str);
@@ -224,10 +214,7 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
     )
 }
 
-/// Parses `tool_choice`, which has the name of a function beside its type.
-///
-/// # Errors
-/// 400 when it names no tool, or has an unknown value.
+/// Parses `tool_choice`, in which the function name stands beside the type; refused if no tool has that name.
 pub(super) fn function_choice(
     choice: Option<&Value>,
     tools: &[Value],
@@ -241,10 +228,7 @@ pub(super) fn function_choice(
     ToolChoice::read(choice.as_ref(), tools)
 }
 
-/// Adds an item of the input to the conversation: calls go to the message of the assistant that made them.
-///
-/// # Errors
-/// 400 naming the field, its value and the limit.
+/// Adds an input item to the conversation; calls are merged into the assistant message that made them.
 pub(super) fn push_item(
     field: &str,
     mut item: Value,
@@ -266,7 +250,7 @@ pub(super) fn push_item(
             let content = item.get_mut("content").map(Value::take).unwrap_or_default();
             let content = text_of(&format!("{field}.content"), content)?;
             match messages.last_mut() {
-                // the reasoning or call before this text
+                // reasoning or a call before this text
                 Some(last)
                     if role == Role::Assistant && last.role == role && last.content.is_empty() =>
                 {
@@ -322,7 +306,7 @@ pub(super) fn push_item(
     Ok(())
 }
 
-/// A text, or parts of text joined.
+/// A text, or joined parts of text.
 fn text_of(field: &str, content: Value) -> Result<String, Fault> {
     let parts = match content {
         Value::Null => return Ok(String::new()),

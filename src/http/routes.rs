@@ -33,7 +33,7 @@ use super::{
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind};
 
-/// All routes, with the middleware around them.
+/// All routes and their middleware.
 pub(super) fn router(api: &Api) -> Router {
     let work = Router::new()
         .route("/v1/chat/completions", post(chat::completions))
@@ -73,7 +73,7 @@ pub(super) fn router(api: &Api) -> Router {
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(api.clone(), guard))
-        // bodies are limited where they are read
+        // bodies are limited by their readers
         .layer(DefaultBodyLimit::disable())
         .layer(middleware::from_fn_with_state(api.clone(), observe))
         .with_state(api.clone())
@@ -97,7 +97,7 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
     held_by_body(response, |status| measured.answered(status))
 }
 
-/// Guard: the request names this host, comes from no page of a foreign site, and has a key where keys are needed.
+/// Guard: the request names this host, is not made by a page of a foreign site, and has a key if keys are required.
 async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
     let reach = request
         .extensions()
@@ -118,7 +118,7 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
         .filter(|_| checked.is_ok())
         .cloned();
     let mut response = match hosts::preflight(request.headers()).filter(|_| page.is_some()) {
-        // browsers send no key with it
+        // browsers send preflight requests without a key
         Some(answer) if request.method() == Method::OPTIONS => answer,
         _ => for_client(&access, checked, request, next).await,
     };
@@ -128,7 +128,7 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
     response
 }
 
-/// Serves a request of a client that may.
+/// Serves a request of an admitted client.
 async fn for_client(
     access: &Access,
     checked: Result<(), Fault>,
@@ -147,8 +147,8 @@ async fn for_client(
             let unknown = fault.status() == StatusCode::UNAUTHORIZED;
             let mut response = in_shape_of(request.uri(), fault);
             if unknown {
-                // a browser asks the user for the key, as a password; requests of the page itself must not ask
-                // repeatedly
+                // a browser asks the user for the key as a password, but only for the page: its own requests would
+                // prompt repeatedly
                 let scheme = match request.uri().path() {
                     "/" => "Basic realm=\"cotenant: any name, an API key as password\"",
                     _ => "Bearer",
@@ -163,7 +163,7 @@ async fn for_client(
     }
 }
 
-/// Receives the body before the request takes a place, which a slow one would keep from others.
+/// Receives the body before the request takes a place, so that slow bodies do not block others.
 async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let kind = Kind::of(request.uri().path());
     let client = request
@@ -206,13 +206,13 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
     held_by_body(next.run(request).await, |_status| memory)
 }
 
-/// Admission of work: a bounded number at once, and none that a foreign page makes a browser send.
+/// Admission: bounds concurrent requests, and refuses those that a browser sends for a foreign page.
 async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let is_foreign = request
         .headers()
         .get(FETCH_SITE)
         .is_some_and(|site| site == "cross-site");
-    // One with an origin has passed the check of it.
+    // `guard` has already checked an `Origin`.
     if is_foreign && !request.headers().contains_key(header::ORIGIN) {
         let fault = Fault::request(
             StatusCode::FORBIDDEN,
@@ -231,7 +231,7 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
         Ok(permits) => Arc::new(permits),
         Err(refusal) => return in_shape_of(request.uri(), refusal.into()),
     };
-    // a connection that becomes a session outlives its answer
+    // a realtime session outlives the response of its connection
     request.extensions_mut().insert(Arc::clone(&permit));
     let span = span_of(&api, &mut request);
     held_by_body(next.run(request).await, |status| {
@@ -243,7 +243,7 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
     })
 }
 
-/// The span of a request, which the spans of its stages are below.
+/// The span of a request, the parent of its stages.
 fn span_of(api: &Api, request: &mut Request) -> Span {
     let route = request
         .extensions()
@@ -282,7 +282,7 @@ async fn unknown_route(method: Method, uri: Uri) -> Response {
     )
 }
 
-/// Endpoints to suggest instead of an unknown one.
+/// Endpoints to suggest for an unknown path.
 fn served(path: &str) -> &'static str {
     if path.contains("embed") || path.contains("rerank") {
         "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
@@ -309,7 +309,7 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
     in_shape_of(&uri, fault)
 }
 
-/// A failure in the shape that the clients of this path read.
+/// A failure in the form of the API at this path.
 fn in_shape_of(uri: &Uri, fault: Fault) -> Response {
     if uri.path().starts_with("/api/") {
         fault.into_plain_response()
@@ -341,7 +341,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
     }
 }
 
-/// Measurement of one request; recorded on drop, so that a client that disconnects is measured too.
+/// Measurement of one request; recorded on drop, so that disconnected clients are measured too.
 struct Measured {
     api: Api,
     route: String,
@@ -372,7 +372,7 @@ impl Drop for Measured {
     }
 }
 
-/// Lets the answer's body hold something until its last byte is sent or the client has gone.
+/// Keeps a value until the last byte of the body is sent or the client disconnects.
 fn held_by_body<H: Send + Unpin + 'static>(
     response: Response,
     hold: impl FnOnce(StatusCode) -> H,
@@ -406,16 +406,16 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
     }
 }
 
-/// A POST endpoint that only reads.
+/// A POST endpoint that is read-only.
 const SHOW: &str = "/api/show";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// The client's own limit between two bytes, in seconds; sent by OpenAI's SDKs.
+/// The client's limit between two bytes, in seconds; sent by OpenAI's SDKs.
 const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");
-/// Sent by browsers only; pages cannot set it.
+/// Sent only by browsers; pages cannot set it.
 const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
-/// The caller's span, as W3C Trace Context has it.
+/// The caller's span in the format of W3C Trace Context.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Our choice: three UUIDs; it goes into logs.
+/// Our choice: three UUIDs; it is logged.
 const REQUEST_ID_MAX: usize = 128;
-/// Recorded when the client has gone before the answer: nginx's "client closed request".
+/// Recorded when the client disconnected before the answer: nginx's "client closed request".
 const CLIENT_GONE: u16 = 499;

@@ -6,7 +6,7 @@ use super::{
     numbers::{Whole, in_range},
 };
 
-/// The sampling fields of a request; those that its API does not have are absent.
+/// The sampling fields of a request; fields that its API lacks are absent.
 #[derive(Debug, Default)]
 pub(super) struct SamplingFields {
     pub(super) temperature: Option<f64>,
@@ -19,18 +19,16 @@ pub(super) struct SamplingFields {
     pub(super) seed: Option<Whole>,
 }
 
-/// Spelling of the fields in an API, and its defaults.
+/// Names of the fields in an API, and its defaults.
 pub(super) struct SamplingDialect {
-    /// Prefix of field names.
     prefix: &'static str,
-    /// The highest temperature.
     temperature_max: f64,
     /// For fields that neither the request nor the model's file sets.
     defaults: SamplingWish,
 }
 
 impl SamplingDialect {
-    /// OpenAI's: the whole distribution as the model computed it.
+    /// OpenAI's: the unmodified distribution.
     pub(super) const OPENAI: Self = Self {
         prefix: "",
         temperature_max: 2.0,
@@ -43,7 +41,7 @@ impl SamplingDialect {
         ..Self::OPENAI
     };
 
-    /// OpenAI's of realtime sessions: the temperature that they had while it could be set.
+    /// OpenAI's for realtime sessions: the temperature from the time when it could be set.
     pub(super) const REALTIME: Self = Self {
         defaults: SamplingWish {
             temperature: Some(0.8),
@@ -64,11 +62,8 @@ impl SamplingDialect {
         },
     };
 
-    /// The parsed fields, with defaults for the rest. A request without a seed gets one, so that an answer can be
-    /// repeated.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// The parsed fields, with defaults for the rest. A request without a seed gets one, so that its answer can be
+    /// repeated. Errors are 400 and name the field, its value and the limit.
     pub(super) fn read(&self, fields: &SamplingFields) -> Result<ChatSampling, Fault> {
         let ranged = |name: &str, value, min, max| {
             in_range(&format!("{}{name}", self.prefix), value, min, max)
@@ -76,15 +71,15 @@ impl SamplingDialect {
         let asked = SamplingWish {
             temperature: ranged("temperature", fields.temperature, 0.0, self.temperature_max)?,
             top_p: ranged("top_p", fields.top_p, 0.0, 1.0)?,
-            // 0, -1 and values above all vocabularies mean "all"
+            // 0, -1 and values above the vocabulary mean "all"
             top_k: fields.top_k.map(|top_k| top_k.to().unwrap_or(0)),
             min_p: ranged("min_p", fields.min_p, 0.0, 1.0)?,
             frequency_penalty: ranged("frequency_penalty", fields.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: ranged("presence_penalty", fields.presence_penalty, -2.0, 2.0)?,
-            // 0 is "none"
+            // 0 means none
             repeat_penalty: ranged("repeat_penalty", fields.repeat_penalty, 0.0, 10.0)?
                 .map(|penalty| if penalty == 0.0 { 1.0 } else { penalty }),
-            // -1 is "any", as Ollama and llama.cpp have it; of others only equality matters
+            // -1 means random, as in Ollama and llama.cpp; for other values only equality matters
             seed: fields
                 .seed
                 .map(Whole::get)

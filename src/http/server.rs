@@ -33,10 +33,10 @@ pub trait ClientListener: Listener {
     /// Reachability of the address.
     fn reach(&self) -> Reach;
 
-    /// The connection with its options set.
+    /// Sets the options of a connection.
     fn prepared(io: Self::Io) -> Self::Io;
 
-    /// The IP address of a client, if it has one.
+    /// The IP address of a client, if any.
     fn address(client: &Self::Addr) -> Option<IpAddr>;
 }
 
@@ -48,7 +48,8 @@ impl ClientListener for TcpListener {
         }
     }
 
-    /// Sends small pieces at once: with Nagle's algorithm a token would wait for the acknowledgement of the last one.
+    /// Sends small pieces at once: with Nagle's algorithm a token would wait for the acknowledgement of the previous
+    /// one.
     fn prepared(io: TcpStream) -> TcpStream {
         if let Err(error) = io.set_nodelay(true) {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
@@ -77,8 +78,8 @@ impl ClientListener for UnixListener {
 
 /// Serves the APIs on a TCP or Unix listener until `shutdown` is cancelled.
 ///
-/// Then no new request is accepted; requests in flight may continue for [`Limits::drain_timeout`] and are dropped after
-/// it, which cancels them. Dropping the future drops all connections at once.
+/// From then on no request is accepted; requests in flight may continue for [`Limits::drain_timeout`] and are then
+/// cancelled. Dropping the future drops all connections at once.
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
     let (sessions, _ended_with_this) = Sessions::new(&shutdown);
@@ -90,7 +91,7 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
             biased;
             () = shutdown.cancelled() => break,
             (io, client) = listener.accept() => (L::prepared(io), Who::at(L::address(&client))),
-            // keeps the set from growing by those that have ended
+            // removes ended connections from the set
             Some(_ended) = connections.join_next(), if !connections.is_empty() => continue,
         };
         match api.connection(&who) {
@@ -174,7 +175,7 @@ async fn connection<I>(
     }
 }
 
-/// Says why in the shape of an answer, and closes.
+/// Responds with the reason, and closes.
 async fn refuse_connection<I>(io: I, short: Short, limits: Limits)
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -194,12 +195,12 @@ where
     );
     let mut io = StallGuard::new(io, limits.write_stall_timeout);
     if io.write_all(answer.as_bytes()).await.is_ok() {
-        // a client that is gone has nothing to lose
+        // ignored: the client may have disconnected
         let _gone = io.shutdown().await;
     }
 }
 
-/// As hyper demands of `max_buf_size`.
+/// Minimum of hyper for `max_buf_size`.
 const HEAD_MAX_LEAST: usize = 8192;
-/// hyper's own default, stated.
+/// hyper's default, made explicit.
 const HEADERS_MAX: usize = 100;

@@ -1,7 +1,7 @@
-//! Handler of `POST /v1/audio/speech`: speech from text, streamed while it is synthesised.
+//! Handler of `POST /v1/audio/speech`: speech from text, streamed during synthesis.
 //!
-//! `pcm` is 24 kHz mono S16LE at any rate of the voice, because clients assume it; `pcm`, `mp3`, `flac` and `opus` are
-//! streamed. There is no encoder for `aac`: a WAV file is sent under its own content type.
+//! `pcm` is 24 kHz mono S16LE for any voice, because clients assume this rate. `pcm`, `mp3`, `flac` and `opus` are
+//! streamed. There is no AAC encoder: a WAV file with its own content type replaces it.
 
 use std::{future, io};
 
@@ -38,7 +38,6 @@ use cotenant_speech::{
 };
 use cotenant_units::causes::in_one_line;
 
-/// `POST /v1/audio/speech`.
 pub(super) async fn speech(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -94,7 +93,7 @@ pub(super) async fn speech(
     Ok(response)
 }
 
-/// `GET /v1/audio/voices`: the voices of the configuration with their other names, and those that the worker announces.
+/// `GET /v1/audio/voices`: the voices of the configuration with their aliases, and those that the worker announces.
 pub(super) async fn voices(State(api): State<Api>) -> Result<Json<Value>, Fault> {
     let backend = api.backends().speech(ACT, "synthesiser")?;
     let mut voices = api.backends().status.voices();
@@ -132,7 +131,7 @@ enum Format {
 }
 
 impl Format {
-    /// The requested format, or its substitute with its name.
+    /// The requested format, or its substitute and the name of that.
     fn parse(name: Option<&str>) -> Result<(Self, Option<&'static str>), Fault> {
         Ok(match name {
             None | Some("mp3") => (Self::Encoded(Encoding::Mp3), None),
@@ -140,7 +139,7 @@ impl Format {
             Some("wav") => (Self::Wav, None),
             Some("flac") => (Self::Encoded(Encoding::Flac), None),
             Some("opus") => (Self::Encoded(Encoding::Opus), None),
-            // players go by the content, or by its type
+            // players detect the format from the content or its type
             Some("aac") => (Self::Wav, Some("wav")),
             Some(other) => {
                 let known = "is not one of `mp3`, `opus`, `aac`, `flac`, `wav`, `pcm`";
@@ -149,7 +148,7 @@ impl Format {
         })
     }
 
-    /// The media type, and the bytes as they become ready.
+    /// The media type, and the encoded bytes.
     fn encode(self, pieces: Pieces) -> Result<(&'static str, Encoded), Fault> {
         let pcm = |pieces: Pieces| pieces.map(|piece| piece.map(|samples| pcm_bytes(&samples)));
         Ok(match self {
@@ -173,10 +172,10 @@ impl Format {
     }
 }
 
-/// Bytes of an answer as they become ready.
+/// Encoded bytes, streamed.
 type Encoded = BoxStream<'static, Result<Vec<u8>, Refusal>>;
 
-/// Encodes pieces as they come, in slices that keep no other connection waiting.
+/// Encodes pieces as they arrive, in slices short enough not to delay other connections.
 fn encoded(pieces: Pieces, encoder: Encoder) -> Encoded {
     let slices = pieces.flat_map(|piece| {
         stream::iter(match piece {
@@ -199,7 +198,7 @@ fn encoded(pieces: Pieces, encoder: Encoder) -> Encoded {
     )
 }
 
-/// Passes pieces through a converter, which has a rest in the end; nothing follows an error.
+/// Passes pieces through a converter with a final remainder; an error is the last item.
 fn converted<C: Send + 'static, O: Send + 'static>(
     pieces: impl Stream<Item = Result<Vec<i16>, Refusal>> + Send + 'static,
     converter: C,
@@ -229,10 +228,10 @@ fn is_something<O>(piece: &Result<Vec<O>, Refusal>) -> future::Ready<bool> {
 }
 
 impl SpeechStream {
-    /// The speech at another rate, in pieces that are not empty; an `Err` is the last.
+    /// Resamples speech; pieces are non-empty, and an `Err` is the last item.
     ///
     /// # Errors
-    /// When there is no way from the one rate to the other.
+    /// When the rates cannot be converted.
     pub fn at_rate(
         self,
         rate: u32,
@@ -274,7 +273,7 @@ fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
 }
 
 /// The voice for a request: one of the configuration by name or alias, or one that the worker may announce. Without a
-/// name, or with an unknown one, the first, which is the default: clients of other servers send names of those.
+/// name, or with an unknown one, the default (the first): clients send names of other servers' voices.
 pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<VoiceWish, Fault> {
     let default = voices.first().map(|voice| voice.name.clone());
     let wanted = match wanted {
@@ -299,13 +298,10 @@ pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Vo
     })
 }
 
-/// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.
+/// Synthesised speech at 24 kHz, in non-empty pieces.
 pub(super) type Pieces = BoxStream<'static, Result<Vec<i16>, Refusal>>;
 
-/// Waits for the first sound, so that a synthesiser that fails at once is a status code and not a broken stream.
-///
-/// # Errors
-/// When it fails before its first sound.
+/// Waits for the first sound, so that a synthesiser that fails at once gives a status code instead of a broken stream.
 pub(super) async fn begun(speech: SpeechStream) -> Result<Pieces, Refusal> {
     let mut pieces = speech.at_rate(TTS_RATE_HZ)?;
     match pieces.next().await {
@@ -320,7 +316,7 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
     worker_lost("tts", reason)
 }
 
-/// Streams the bytes. If synthesis fails midway, the connection is aborted: there is no other way to signal it.
+/// Streams the bytes. If synthesis fails midway, the connection is aborted, because nothing else signals it.
 fn as_body(kind: &'static str, bytes: Encoded) -> Response {
     let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
     (
@@ -330,7 +326,7 @@ fn as_body(kind: &'static str, bytes: Encoded) -> Response {
         .into_response()
 }
 
-/// A WAV file in one piece: its header states its length, and many readers believe it.
+/// A whole WAV file: its header must state the length, because many readers rely on it.
 async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> {
     let mut audio = MonoAudio::new(TTS_RATE_HZ, Vec::new());
     while let Some(piece) = pieces.next().await {
@@ -360,8 +356,8 @@ async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> 
         .into_response())
 }
 
-/// Base64 of the bytes, as events. If synthesis fails midway, an event states the cause and the connection is aborted:
-/// clients ignore unknown events and would take the part for the whole.
+/// The bytes in Base64, as events. If synthesis fails midway, an event states the cause and the connection is aborted:
+/// clients ignore unknown events and would mistake a part for the whole.
 fn as_events(bytes: Encoded, meta: &RequestMeta, limits: &Limits) -> Response {
     let delta = |bytes: &[u8]| json!({"type": "speech.audio.delta", "audio": BASE64.encode(bytes)});
     let done = json!({
@@ -379,15 +375,15 @@ fn as_events(bytes: Encoded, meta: &RequestMeta, limits: &Limits) -> Response {
     sse(events, meta, limits)
 }
 
-/// Samples that are encoded at once: 100 ms, which take a millisecond.
+/// Samples encoded per slice: 100 ms, which take a millisecond.
 const ENCODED_AT_ONCE: usize = 2400;
 
-/// As it reads after "cannot".
+/// Completes "cannot".
 const ACT: &str = "synthesise speech";
-/// The voice that speaks.
+/// The voice in use.
 const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
-/// Header with the format that was sent instead of the requested one.
+/// The format that replaces the requested one.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
-/// OpenAI's own limits.
+/// OpenAI's limits.
 pub(super) const SPEED_MIN: f64 = 0.25;
 pub(super) const SPEED_MAX: f64 = 4.0;

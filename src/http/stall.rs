@@ -15,8 +15,8 @@ use tokio::{
 /// Wraps a connection.
 ///
 /// - A write without progress for `stall` fails with `TimedOut`, which drops the answer and cancels its generation.
-/// - Closing *lingers*: our end is sent first, then client data is read and discarded for a short time. A socket closed
-///   with unread bytes makes the kernel send a reset, which the client would see instead of our 413 or 431.
+/// - Closing *lingers*: our FIN is sent first, then client data is read and discarded for a short time. After closing a
+///   socket with unread bytes the kernel sends a reset, which the client would see instead of our 413 or 431.
 pub(super) struct StallGuard<T> {
     io: T,
     stall: Duration,
@@ -36,7 +36,7 @@ impl<T> StallGuard<T> {
 }
 
 impl<T: AsyncWrite + Unpin> StallGuard<T> {
-    /// Passes on a finished write; a pending one is watched.
+    /// Passes on a finished write; starts the timeout of a pending one.
     fn watched<R>(
         &mut self,
         cx: &mut Context<'_>,
@@ -121,7 +121,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for StallGuard<T> {
     }
 }
 
-/// Our choice; nginx lingers 30 s in all and 5 s for each piece, for uploads over slow links.
+/// Our choice; nginx lingers 30 s in total and 5 s for each piece, for uploads over slow links.
 const LINGER: Duration = Duration::from_secs(2);
 
 #[cfg(test)]

@@ -23,7 +23,6 @@ use cotenant_policy::{
     snapshot::{EngineState, EngineView, Snapshot, WorkerState},
 };
 
-/// `GET /v1/models`.
 pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
     let models = api.backends().status.models();
     let models: Vec<Value> = models.iter().flat_map(named_json).collect();
@@ -35,7 +34,7 @@ pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
     }))
 }
 
-/// `GET /v1/models/{id}`; ids may contain slashes.
+/// Ids may contain slashes.
 pub(super) async fn model(
     State(api): State<Api>,
     Path(id): Path<String>,
@@ -54,12 +53,12 @@ fn named_json(model: &ModelInfo) -> Vec<Value> {
     names.map(|name| model_json(model, name)).collect()
 }
 
-/// A model under one of its names; `root` is its own.
+/// A model under one of its names; `root` is the primary one.
 fn model_json(model: &ModelInfo, name: &str) -> Value {
     json!({
         "id": name,
         "object": "model",
-        // as Anthropic has it
+        // as in Anthropic's API
         "type": "model",
         "display_name": name,
         "created_at": rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(model.created)),
@@ -70,9 +69,8 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
     })
 }
 
-/// `GET /health`: 200 when a request would be accepted, otherwise 503; neither pressure nor an LLM that is slow because it
-/// gave memory back makes it fail. `GET /health?live`: 200 as long as the program responds, for supervisors that
-/// restart it.
+/// `GET /health`: 200 when a request would be accepted, otherwise 503; pressure and a slow LLM do not make it fail.
+/// `GET /health?live`: 200 while the process responds, for supervisors that restart it.
 pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
     let asked = query.as_deref().unwrap_or_default();
     if asked
@@ -91,7 +89,8 @@ pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) ->
     (code, Json(body)).into_response()
 }
 
-/// The LLM for routers: its state; while it answers, its speed as a part of the full one, 0 to 1; why it failed.
+/// The LLM for routers: its state, its speed relative to the full one (0 to 1) while it serves, or the reason of its
+/// failure.
 fn llm_json(engine: &EngineView) -> Value {
     let llm = json!({"state": engine.state});
     if let Some(failure) = &engine.failure {
@@ -170,7 +169,7 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
 }
 
 /// Whether `Accept` weighs OpenMetrics at least as much as the older text. Wildcards do not count: such a client may
-/// know only the older format.
+/// support only the older format.
 fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
     let (mut open, mut plain) = (0.0f64, 0.0f64);
     for header in accept {
@@ -183,7 +182,7 @@ fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
                 Some("text/plain" | "text/*" | "*/*") => &mut plain,
                 _ => continue,
             };
-            // A weight that is none counts as refused, as one of 0 does.
+            // An invalid weight counts as 0, a refusal.
             let weight =
                 parts.find_map(|part| part.strip_prefix("q=").map(|q| q.parse().unwrap_or(0.0)));
             *weighed = weighed.max(weight.unwrap_or(1.0));
@@ -213,8 +212,8 @@ pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Respo
         .into_response()
 }
 
-/// OpenMetrics converted to Prometheus's text format 0.0.4: counters are described by the name of their samples,
-/// without units, infos and end.
+/// Converts OpenMetrics to Prometheus's text format 0.0.4: counters are described by the name of their samples, without
+/// units, infos and end.
 fn in_prometheus_text(metrics: &str) -> String {
     let kind_of = |name: &str| {
         let mut types = metrics
@@ -251,7 +250,7 @@ pub(super) async fn status_json(State(api): State<Api>) -> Response {
     ([NO_STORE], Json(api.backends().status.document())).into_response()
 }
 
-/// `GET /`: one page that needs nothing from elsewhere.
+/// `GET /`: one page without external resources.
 pub(super) async fn page() -> Response {
     let headers = [
         NO_STORE,
@@ -274,15 +273,15 @@ pub(super) async fn page() -> Response {
 const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
-/// The page runs its own script and style, by their hashes (SHA-256, Base64), and reads from this server only.
+/// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
 const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-GTRT43/9kCE8zaMLgN8eN3P5KonkRN+zlmmhJjJGV04='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
-/// Content type for people and for scrapers without OpenMetrics.
+/// For browsers and scrapers without OpenMetrics.
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The format that `prometheus-client` writes.
+/// The format written by `prometheus-client`.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[cfg(test)]

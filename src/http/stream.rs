@@ -25,30 +25,29 @@ use super::{
 };
 use cotenant_conversation::refusal::Refusal;
 
-/// Time that a stream waits for its admission before it is opened: half of the client's patience for the first byte.
+/// Time that a stream waits for admission before it is opened: at most half of the client's patience.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.admission_timeout, |patience| {
         limits.admission_timeout.min(patience / 2)
     })
 }
 
-/// Time that a request waits out a shortage, so that its refusal is a status code and arrives while the client waits.
+/// Time that a request waits during a shortage, so that its refusal is a status code and arrives in time.
 pub(super) fn held_for_memory(api: &Api, meta: &RequestMeta) -> Duration {
     api.limits()
         .memory_patience
         .min(admission_patience(meta, api.limits()))
 }
 
-/// Payload of one event, or of one line, of a stream.
+/// Payload of one event, or of one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Payload {
-    /// The event's name, for APIs that name them.
     event: Option<&'static str>,
     data: String,
 }
 
 impl Payload {
-    /// The event that ends a stream of OpenAI's older APIs.
+    /// The last event of a stream of OpenAI's older APIs.
     pub(super) fn done() -> Self {
         Self {
             event: None,
@@ -58,7 +57,6 @@ impl Payload {
 }
 
 impl Payload {
-    /// An event with a name.
     pub(super) fn named(event: &'static str, data: &Value) -> Self {
         Self {
             event: Some(event),
@@ -76,7 +74,7 @@ impl From<&Value> for Payload {
     }
 }
 
-/// A stream of lines of JSON, with `quiet` after every silence.
+/// A stream of JSON lines, with `quiet` after every silence.
 pub(super) fn lines<S>(payloads: S, quiet: Payload, meta: &RequestMeta, limits: &Limits) -> Response
 where
     S: Stream<Item = Payload> + Send + Unpin + 'static,
@@ -99,14 +97,14 @@ where
     (kind, Body::from_stream(lines)).into_response()
 }
 
-/// A stream of server-sent events, with a comment after every silence. An error breaks the connection off.
+/// A stream of server-sent events, with a comment after every silence. An error aborts the connection.
 pub(super) fn sse<S>(payloads: S, meta: &RequestMeta, limits: &Limits) -> Response
 where
     S: Stream<Item = io::Result<Payload>> + Send + 'static,
 {
     let events = payloads.then(|payload| async {
         if payload.is_err() {
-            // Let earlier data be sent first: aborting the connection discards unsent data.
+            // Lets earlier data be sent first: aborting the connection discards unsent data.
             tokio::task::yield_now().await;
         }
         payload.map(|payload| {
@@ -120,21 +118,21 @@ where
         .interval(silence(meta, limits))
         .text("keepalive");
     (
-        // tells nginx and similar proxies not to buffer the stream
+        // keeps nginx and similar proxies from buffering the stream
         [(NO_BUFFERING, HeaderValue::from_static("no"))],
         Sse::new(events).keep_alive(keepalive),
     )
         .into_response()
 }
 
-/// Silence after which a stream gets a comment: sooner for a client whose timeout is below three times as long.
+/// Silence after which a comment is sent: at most a third of the client's timeout.
 pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| {
         limits.keepalive.min((patience / 3).max(SILENCE_MIN))
     })
 }
 
-/// Names fields that are not honoured, and keywords of schemas that an answer's form does not keep.
+/// The header of ignored fields, and of schema keywords that the answer's form does not enforce.
 pub(super) fn ignored_of(fields: Vec<impl Into<String>>, request: &ChatRequest) -> HeaderMap {
     let mut names: Vec<String> = fields.into_iter().map(Into::into).collect();
     if let Some(form) = &request.form {
@@ -160,7 +158,7 @@ pub(super) fn broken_off(refusal: Refusal) -> [io::Result<Payload>; 2] {
     [Ok(Payload::from(&error)), Err(io::Error::other(refusal))]
 }
 
-/// An object with the members of another behind its own; those of both have the value of the other.
+/// Merges two objects; members of `more` follow, and override equal names.
 pub(super) fn merged(mut object: Value, more: Value) -> Value {
     if let (Some(object), Value::Object(more)) = (object.as_object_mut(), more) {
         object.extend(more);
@@ -168,10 +166,10 @@ pub(super) fn merged(mut object: Value, more: Value) -> Value {
     object
 }
 
-/// Our choice: more often than this is traffic without use.
+/// Our choice: more frequent comments are useless traffic.
 const SILENCE_MIN: Duration = Duration::from_millis(100);
 const NO_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
-/// Fields of the request that were read and not honoured.
+/// Ignored fields of the request.
 pub(super) const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignored");
 
 #[cfg(test)]

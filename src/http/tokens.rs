@@ -26,13 +26,12 @@ struct WireTokenize {
     content: String,
     #[serde(default)]
     add_special: bool,
-    /// Whether control tokens written in the text are recognised; llama.cpp's default is yes.
+    /// Whether control tokens in the text are recognised; llama.cpp's default is yes.
     parse_special: Option<bool>,
     #[serde(default)]
     with_pieces: bool,
 }
 
-/// `POST /tokenize`: the tokens of a text.
 pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result<Response, Fault> {
     let (wire, _memory): (WireTokenize, _) = read_plain_json(&api, request).await?;
     let length = wire.content.len();
@@ -54,7 +53,7 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
         let pieces = backend.pieces(tokens.clone()).await?;
         for (index, (token, piece)) in tokens.iter().zip(&pieces).enumerate() {
             let comma = if index == 0 { "" } else { "," };
-            // a piece that is not valid text is given as bytes
+            // a piece that is not valid UTF-8 is returned as bytes
             let piece =
                 std::str::from_utf8(piece).map_or_else(|_| json!(piece), |text| json!(text));
             let _infallible = write!(json, "{comma}{{\"id\":{token},\"piece\":{piece}}}");
@@ -78,7 +77,6 @@ struct WireDetokenize {
     tokens: Vec<Whole>,
 }
 
-/// `POST /detokenize`: the text of tokens.
 pub(super) async fn detokenize(
     State(api): State<Api>,
     request: Request,
@@ -108,10 +106,7 @@ pub(super) async fn detokenize(
     Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
 }
 
-/// The tokenizer of the model.
-///
-/// # Errors
-/// 404 when there is no model.
+/// The tokenizer of the model, or 404.
 pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
     let tokenizer = api.backends().tokenizer.clone();
     tokenizer.ok_or_else(|| not_configured("count tokens", "model").into())
@@ -119,5 +114,5 @@ pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
 
 /// Our choice: more than a context of 32k tokens, and at most 2 MiB of tokens and 8 MiB of their pieces.
 const TEXT_MAX: usize = 256 << 10;
-/// Our choice, by the same measure.
+/// Our choice, likewise.
 const TOKENS_MAX: usize = 128 << 10;

@@ -34,7 +34,6 @@ use cotenant_threads::{NotDone, blocking};
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 
-/// `POST /v1/audio/transcriptions`.
 pub(super) async fn transcriptions(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -79,7 +78,7 @@ pub(super) async fn transcriptions(
     Ok((ignored, format.render(&transcript, duration)).into_response())
 }
 
-/// The sound of a file as recognisers take it, and the memory set aside for it.
+/// The decoded audio of a file, and the memory reserved for it.
 async fn read_audio(
     api: &Api,
     meta: &RequestMeta,
@@ -136,7 +135,7 @@ async fn read_audio(
     }
 }
 
-/// `POST /v1/audio/translations`: recognisers write the language that they hear.
+/// `POST /v1/audio/translations`: recognisers only write the spoken language.
 pub(super) async fn translations() -> Fault {
     Fault::request(
         StatusCode::NOT_FOUND,
@@ -145,7 +144,7 @@ pub(super) async fn translations() -> Fault {
     )
 }
 
-/// Sends the text as events, in the recogniser's pieces; the stream is kept alive meanwhile.
+/// Sends the text as events, piece by piece; the stream is kept alive meanwhile.
 async fn streamed(
     api: &Api,
     meta: &RequestMeta,
@@ -186,7 +185,7 @@ pub(super) enum Recognised {
     Failed(Refusal),
 }
 
-/// Speech that is being recognised.
+/// A recognition in progress.
 pub(super) struct Hearing {
     work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
     pieces: mpsc::Receiver<String>,
@@ -196,7 +195,7 @@ pub(super) struct Hearing {
 }
 
 impl Hearing {
-    /// The events of `work`, with the pieces it reports before it ends.
+    /// The events of `work`, and the pieces that it reports before its end.
     pub(super) fn of(
         work: BoxFuture<'static, Result<Transcript, Refusal>>,
         pieces: mpsc::Receiver<String>,
@@ -209,7 +208,7 @@ impl Hearing {
         }
     }
 
-    /// The next report; may be dropped and called again.
+    /// The next report; cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Recognised> {
         while self.ready.is_empty() && self.work.is_some() {
             self.advance().await;
@@ -217,8 +216,8 @@ impl Hearing {
         self.ready.pop_front()
     }
 
-    /// Waits for the end; the text, and nothing after a failure. [`next`](Self::next) reports everything afterwards. May
-    /// be dropped and called again.
+    /// Waits for the end; returns the text, or nothing after a failure. [`next`](Self::next) then reports everything.
+    /// Cancel-safe.
     pub(super) async fn whole(&mut self) -> Option<&str> {
         while self.work.is_some() {
             self.advance().await;
@@ -229,7 +228,6 @@ impl Hearing {
         }
     }
 
-    /// Waits for a report.
     async fn advance(&mut self) {
         let Some(work) = &mut self.work else {
             return;
@@ -248,7 +246,7 @@ impl Hearing {
                 }
                 match done {
                     Ok(Transcript { text, .. }) => {
-                        // One that reports the whole at once is passed on so.
+                        // A recogniser that reports the whole text at once sends no pieces.
                         if !self.heard && !text.is_empty() {
                             self.ready.push_back(Recognised::Piece(text.clone()));
                         }
@@ -270,7 +268,7 @@ struct Form {
     prompt: Option<String>,
     response_format: Option<String>,
     stream: bool,
-    /// Fields that were set and are not honoured.
+    /// Set fields that are ignored.
     ignored: Vec<&'static str>,
 }
 
@@ -314,7 +312,7 @@ impl Form {
                         other => return invalid("stream", other, "is neither `true` nor `false`"),
                     }
                 }
-                // one segment for the whole is all that recognisers tell
+                // recognisers report only one segment, the whole
                 "timestamp_granularities" | "timestamp_granularities[]" if text() == "word" => {
                     form.ignored.push("timestamp_granularities");
                 }
@@ -343,7 +341,6 @@ fn invalid_audio(why: &str) -> Fault {
     Fault::bad_request("invalid_audio", message).of_param("file")
 }
 
-/// Shapes of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Json,
@@ -387,8 +384,8 @@ impl Format {
     }
 }
 
-/// One segment for the whole. Values that the recogniser does not provide are 0 or empty, since clients read all of
-/// OpenAI's fields, and some refuse a segment that lacks one.
+/// One segment for the whole. Fields that the recogniser does not provide are 0 or empty, because some clients refuse a
+/// segment without one of OpenAI's fields.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())
@@ -410,7 +407,7 @@ fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     })
 }
 
-/// One subtitle for the whole: nothing is known of where in it a word is.
+/// One subtitle for the whole, because recognisers report no times of words.
 fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> String {
     if text.is_empty() {
         return String::new();
@@ -424,7 +421,7 @@ fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> Strin
     format!("{number}00:00:00{point}000 --> {end}\n{text}\n\n")
 }
 
-/// The English name of an ISO 639-1 code, as used by `verbose_json`; the code itself if it is unknown.
+/// The English name of an ISO 639-1 code, as in `verbose_json`; the code itself if unknown.
 fn language_name(code: &str) -> &str {
     let primary = code.split(['-', '_']).next().unwrap_or(code);
     LANGUAGES
@@ -433,13 +430,13 @@ fn language_name(code: &str) -> &str {
         .map_or(code, |(_, name)| name)
 }
 
-/// Pieces of a transcript that may wait for the client; then the recogniser does.
+/// Pieces that may wait for the client; then the recogniser waits.
 pub(super) const PIECES_AHEAD: usize = 16;
 
-/// Longest WAV file that is read in this process: some seconds of speech, in milliseconds.
+/// Longest WAV file that is read in this process: some seconds of speech, read within milliseconds.
 const QUICK_WAV_MAX: usize = 1 << 20;
 
-/// As it reads after "cannot".
+/// Completes "cannot".
 const ACT: &str = "transcribe";
 
 /// The languages of OpenAI's examples and of common voices.

@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     compiler.include_source_info(true).include_imports(true);
     compiler.open_files(FILES)?;
     let descriptors = compiler.file_descriptor_set();
-    // Reflection serves no comments: they would be most of its memory in an idle daemon.
+    // Reflection omits comments: they would be most of its memory in an idle daemon.
     let mut served = descriptors.clone();
     served
         .file

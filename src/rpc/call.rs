@@ -1,4 +1,4 @@
-//! One gRPC call: peer, deadline, and its path to the arbiter and back.
+//! One gRPC call: peer, deadline, and its round trip to the arbiter.
 
 use std::{
     sync::Arc,
@@ -24,43 +24,37 @@ use cotenant_policy::{
 /// State shared by all services.
 #[derive(Clone)]
 pub(super) struct Context {
-    /// The daemon.
     pub(super) supervisor: Arc<dyn Supervisor>,
-    /// Roles of peers.
     pub(super) roles: Arc<Roles>,
     /// Open streams of each peer.
     pub(super) streams: Slots,
-    /// Ends of leases that were released here. The arbiter does not notify the releasing caller, which may be an
-    /// operator or another connection of the holder.
+    /// Announces leases released by calls. The arbiter does not notify the releasing caller, which may be an operator
+    /// or another connection of the holder.
     pub(super) given_back: broadcast::Sender<Notice>,
     /// How long a client may leave its stream unread.
     pub(super) patience: Duration,
-    /// Role of callers from other machines with a certificate; `None` on Unix sockets.
+    /// Role of remote callers with a certificate; `None` on Unix sockets.
     pub(super) remote: Option<Role>,
-    /// Cancelled when the server ends.
     pub(super) stop: CancellationToken,
 }
 
-/// One call.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
-    /// The caller.
     pub(super) peer: PeerInfo,
-    /// Role of the peer.
     pub(super) role: Role,
-    /// The client's deadline, and its whole timeout.
+    /// The client's deadline and timeout.
     deadline: Option<(Instant, Duration)>,
 }
 
 impl Context {
-    /// Admits a call, or returns the reason to refuse it.
+    /// Admits a call, or returns the reason for its refusal.
     pub(super) fn admit<T>(
         &self,
         name: &'static str,
         request: &Request<T>,
         needed: Permission,
     ) -> Result<Call, CallError> {
-        // A connection without credentials has no owner and no role.
+        // A connection without credentials has neither user nor role.
         let peer = match self.remote {
             Some(_) => Some(PeerInfo {
                 uid: u32::MAX,
@@ -97,8 +91,8 @@ impl Context {
         }
     }
 
-    /// Sends an event that has one answer, and waits for it until the call's deadline. When the caller goes away
-    /// before, the arbiter is notified.
+    /// Sends an event and waits for its answer until the call's deadline. If the caller disconnects first, the arbiter
+    /// is notified.
     pub(super) async fn ask(
         &self,
         call: &Call,
@@ -139,7 +133,7 @@ impl Call {
         }
     }
 
-    /// Checks that the caller is the process that requested the lease, which is the one measured.
+    /// Checks that the caller is the process that requested the lease, and is measured for it.
     pub(super) fn check_holds(&self, view: &LeaseView) -> Result<(), CallError> {
         if (view.owner.owner_uid, view.owner.owner_pid) == (self.peer.uid, self.peer.pid) {
             return Ok(());
@@ -151,18 +145,17 @@ impl Call {
         })
     }
 
-    /// The call's place in [`Slots`]: its process, or its user where the process is not known.
+    /// Key of the call in [`Slots`]: its process, or its user if the process is unknown.
     pub(super) fn slot_key(&self) -> (u32, Option<u32>) {
         (self.peer.uid, self.peer.pid)
     }
 
-    /// Time left until the client's deadline.
     pub(super) fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// `wished`, or the time left when that is less: an answer with its reason has to reach the client in time.
+    /// `wished`, or the time left if that is less, so that a response with its reason arrives in time.
     pub(super) fn wait(&self, wished: Duration) -> Duration {
         match self.time_left() {
             Some(left) => wished.min(left.saturating_sub(margin(left) * 2)),
@@ -170,8 +163,7 @@ impl Call {
         }
     }
 
-    /// Waits until shortly before the client's deadline, and returns the client's timeout; pending forever without a
-    /// deadline.
+    /// Waits until shortly before the client's deadline, and returns its timeout; pending forever without a deadline.
     pub(super) async fn expired(&self) -> Duration {
         match self.deadline {
             Some((deadline, allowed)) => {
@@ -184,7 +176,7 @@ impl Call {
     }
 }
 
-/// A process as errors name it.
+/// A process for error messages.
 pub(super) fn process(pid: Option<u32>) -> String {
     match pid {
         Some(pid) => format!("process {pid}"),
@@ -192,7 +184,7 @@ pub(super) fn process(pid: Option<u32>) -> String {
     }
 }
 
-/// A ticket without its answer; notifies the arbiter when its caller has gone.
+/// A ticket without an answer; notifies the arbiter if dropped.
 struct Pending<'a> {
     supervisor: &'a dyn Supervisor,
     ticket: Option<Ticket>,
@@ -201,7 +193,7 @@ struct Pending<'a> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
-            // When the inbox is full the request runs into its own limit of waiting, which the event carries.
+            // If the inbox is full, the request ends with the wait limit in its event.
             let _ = self
                 .supervisor
                 .submit(Event::LeaseRequestCancelled { ticket }, None);
@@ -211,9 +203,9 @@ impl Drop for Pending<'_> {
 
 /// Time before the client's deadline at which the call ends with `DEADLINE_EXCEEDED`.
 ///
-/// tonic ends it at the deadline itself with `CANCELLED`, and the client's own timer races with the response. A tenth
-/// of the timeout, at most 200 ms, is enough for a Unix socket (our choice). With 20 ms the status came too late twice
-/// in three runs on a fully loaded machine.
+/// At the deadline tonic ends it with `CANCELLED`, and the client's own timer races with the response. A tenth of the
+/// timeout, at most 200 ms, suffices for a Unix socket (our choice). With 20 ms the status was late twice in three runs
+/// on a fully loaded machine.
 fn margin(allowed: Duration) -> Duration {
     (allowed / 10).min(Duration::from_millis(200))
 }

@@ -1,4 +1,4 @@
-//! Client connection of the command line.
+//! gRPC client connection, used by the command line.
 
 use std::{
     fmt, io,
@@ -42,7 +42,7 @@ impl fmt::Debug for Identification {
     }
 }
 
-/// Not an endpoint.
+/// The text is not an endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{text}` is no endpoint: write `unix:///run/cotenant/cotenant.sock`, `unix-abstract:cotenant` or `https://HOST:PORT`"
@@ -54,7 +54,7 @@ pub struct EndpointError {
 impl FromStr for Endpoint {
     type Err = EndpointError;
 
-    /// Takes the names that gRPC gives to sockets, a bare absolute path, and `@name`.
+    /// Accepts gRPC's names of sockets, an absolute path, and `@name`.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let path = |path: &str| Self::Path(path.into());
         let name = |name: &str| Self::Abstract(name.to_owned());
@@ -95,7 +95,7 @@ impl Endpoint {
         match self {
             Self::Path(path) => UnixStream::connect(path).await,
             Self::Abstract(name) => {
-                // Connecting to a Unix socket does not wait for the other side.
+                // Connecting to a Unix socket does not block.
                 let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
                 stream.set_nonblocking(true)?;
                 UnixStream::from_std(stream)
@@ -121,7 +121,7 @@ impl Endpoint {
     /// Connects.
     ///
     /// # Errors
-    /// When no server listens there, or not to this user.
+    /// If no server listens there, or it does not admit this user.
     pub async fn connect(&self) -> Result<Channel, ConnectError> {
         let fails = |source: io::Error| ConnectError {
             endpoint: self.clone(),
@@ -137,7 +137,7 @@ impl Endpoint {
             let connected = Self::connect_tls(url, files).await;
             return connected.map_err(|error| fails(io::Error::other(error)));
         }
-        // The first connection is made here, so that its error is the system's own and not the transport's.
+        // The first connection is opened here, so that its error is the system's own and not the transport's.
         let mut first = Some(self.open().await.map_err(fails)?);
         let endpoint = self.clone();
         let connector = tower::service_fn(move |_: Uri| {

@@ -17,7 +17,7 @@ use super::slots::Slot;
 pub(super) struct Connection<S, P = ()> {
     stream: S,
     peer: P,
-    /// Ends the connection, whatever waits on it.
+    /// Ends the connection, regardless of pending operations.
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
     _slot: Slot,
 }
@@ -47,7 +47,7 @@ impl<S: AsyncRead + Unpin, P: Unpin> AsyncRead for Connection<S, P> {
         context: &mut TaskContext<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Always polled while a connection lives, unlike writing.
+        // Reading is always polled while a connection lives, unlike writing.
         if self.cut.as_mut().poll(context).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -88,5 +88,5 @@ impl<S: AsyncWrite + Unpin, P: Unpin> AsyncWrite for Connection<S, P> {
     }
 }
 
-/// Pause after a failed accept (our choice: ten tries in a second do not burn the CPU).
+/// Pause after a failed accept. Our choice: ten attempts per second do not burden the CPU.
 pub(super) const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);

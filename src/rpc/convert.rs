@@ -19,7 +19,7 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The two clocks at one instant, to show one in terms of the other.
+/// Both clocks at one instant, to convert between them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
     now: Timestamp,
@@ -32,7 +32,6 @@ impl Clock {
         Self { now, wall }
     }
 
-    /// By the wall clock.
     pub(super) fn time(self, at: Timestamp) -> prost_types::Timestamp {
         let time = if at > self.now {
             self.wall.checked_add(at.saturating_since(self.now))
@@ -62,7 +61,6 @@ pub(super) fn duration(duration: Duration) -> prost_types::Duration {
     })
 }
 
-/// A lease.
 pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease {
     v1::Lease {
         name: view.name(),
@@ -99,7 +97,6 @@ pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease 
     }
 }
 
-/// A target, with the reason where it is known.
 pub(super) fn target(target: &Target, reason: String, clock: Clock) -> v1::Target {
     v1::Target {
         nonce: target.nonce,
@@ -123,7 +120,7 @@ pub const fn class(class: Class) -> v1::LeaseClass {
 
 /// The state in one message, completed by [`Supervisor::complete`].
 pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
-    // Read before the state, so that no event after it is missing from the state.
+    // Read before the state, so that the state contains every event up to it.
     let last_sequence = *supervisor.events().last_sequence().borrow();
     let snapshot = supervisor.snapshot().borrow().clone();
     let clock = Clock::new(supervisor.now());
@@ -132,7 +129,7 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
     status
 }
 
-/// The state in one message.
+/// The arbiter's state in one message.
 fn status(
     snapshot: &Snapshot,
     boot_id: &str,
@@ -315,7 +312,6 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
     }
 }
 
-/// A KV type on the wire.
 pub(super) const fn kv_type(kind: KvType) -> v1::KvType {
     match kind {
         KvType::F16 => v1::KvType::F16,
@@ -374,7 +370,6 @@ fn worker(view: &WorkerView) -> v1::Worker {
     }
 }
 
-/// Why a worker died.
 pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
     let end = SystemTime::UNIX_EPOCH + Duration::from_micros(certificate.end.ended_unix_us);
     v1::DeathCertificate {
@@ -395,7 +390,7 @@ pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
     }
 }
 
-/// A line of the event log, as it is sent.
+/// An event as it is sent.
 pub(super) fn journal_entry(record: &v1::JournalEntry, boot_id: &str) -> v1::JournalEntry {
     v1::JournalEntry {
         boot_id: boot_id.to_owned(),
@@ -403,7 +398,6 @@ pub(super) fn journal_entry(record: &v1::JournalEntry, boot_id: &str) -> v1::Jou
     }
 }
 
-/// The urgency that a request names.
 pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
     match v1::LeaseClass::try_from(number) {
         Ok(v1::LeaseClass::AudioRealtime) => Ok(Class::AudioRealtime),
@@ -428,7 +422,6 @@ pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     }
 }
 
-/// The command that a request names.
 pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
     match v1::WorkerCommand::try_from(number) {
         Ok(v1::WorkerCommand::Start) => Ok(WorkerCommand::Start),
@@ -439,7 +432,6 @@ pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
     }
 }
 
-/// The KV type that a request names.
 pub(super) fn kv_type_of(number: i32) -> Result<KvType, CallError> {
     match v1::KvType::try_from(number) {
         Ok(v1::KvType::F16) => Ok(KvType::F16),
@@ -461,7 +453,7 @@ pub(super) fn lease_id_of(name: &str) -> Result<LeaseId, CallError> {
         .ok_or_else(|| invalid("name", name, "is not the name of a lease, such as `asr#7`"))
 }
 
-/// Least and greatest size of a request; zero as the greatest means the least.
+/// Minimum and maximum size of a request; a maximum of zero equals the minimum.
 pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> {
     let min = size_of("min_bytes", min)?;
     if max == 0 {
@@ -478,7 +470,7 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
     Ok((min, max))
 }
 
-/// A size that is neither zero nor absurd.
+/// A size above zero and within [`SIZE_MAX`].
 pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallError> {
     match bytes {
         0 => refuse(field, "0", "is not above zero"),
@@ -491,7 +483,7 @@ pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallErro
     }
 }
 
-/// A time span of a request; `None` where it is not set.
+/// A time span of a request; `None` if unset.
 pub(super) fn span_of(
     field: &'static str,
     span: Option<prost_types::Duration>,
@@ -499,7 +491,7 @@ pub(super) fn span_of(
 ) -> Result<Option<Duration>, CallError> {
     let Some(span) = span else { return Ok(None) };
     let value = format!("{}.{:09}s", span.seconds, span.nanos);
-    // By hand: `Duration::try_from` of prost-types 0.14 panics at the least number of seconds.
+    // Manual conversion: `Duration::try_from` of prost-types 0.14 panics at the least number of seconds.
     let span = match (u64::try_from(span.seconds), u32::try_from(span.nanos)) {
         (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
         (Ok(_), Ok(_)) => return refuse(field, &value, "has a second or more in its nanoseconds"),
@@ -540,7 +532,7 @@ pub(super) fn name_of(
     }
 }
 
-/// A fault of a request's field.
+/// The error for a field of a request.
 pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallError {
     CallError::InvalidField {
         field,
@@ -552,7 +544,7 @@ pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallEr
 /// Refuses a field of a request.
 ///
 /// # Errors
-/// [`invalid`], in any case.
+/// Always [`invalid`].
 pub(super) fn refuse<T, E: From<CallError>>(
     field: &'static str,
     value: &str,
@@ -561,10 +553,10 @@ pub(super) fn refuse<T, E: From<CallError>>(
     Err(invalid(field, value, problem).into())
 }
 
-/// How much of a faulty value is shown.
+/// Shown characters of a faulty value.
 const VALUE_SHOWN: usize = 80;
 
-/// 1 PiB: above every machine's memory, and so far below 2^64 that sums of sizes cannot overflow.
+/// 1 PiB: above every machine's memory, and small enough that sums of sizes do not overflow.
 const SIZE_MAX: u64 = 1 << 50;
 
 /// The last second of a proto timestamp: the end of the year 9999.
@@ -636,7 +628,7 @@ mod tests {
         assert_eq!(before.left(end), after.left(end));
         assert_eq!(after.left(end).seconds, 30);
         assert_eq!(before.time(end).seconds - after.time(end).seconds, 43_200);
-        // Times before the epoch, by a clock that was never set, are shown and do not panic.
+        // Times before the epoch, from a clock that was never set, must not panic.
         assert_eq!(after.time(Timestamp::START).seconds, -5);
     }
 

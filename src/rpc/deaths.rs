@@ -8,7 +8,7 @@ use std::{
 use cotenant_policy::death::DeathCertificate;
 use cotenant_units::lock::locked;
 
-/// The last certificates of each worker, in memory. All of them are in the journal.
+/// The last certificates of each worker, in memory; the journal has all.
 #[derive(Debug)]
 pub struct DeathLog {
     kept: Mutex<VecDeque<Arc<DeathCertificate>>>,
@@ -16,8 +16,8 @@ pub struct DeathLog {
 }
 
 impl DeathLog {
-    /// An empty log that keeps the last `per_worker` certificates of each worker: one that dies all the time does not
-    /// push out those of others.
+    /// An empty log of the last `per_worker` certificates of each worker; the bound is per worker, so that a crash loop
+    /// does not evict those of others.
     #[must_use]
     pub fn new(per_worker: usize) -> Self {
         Self {
@@ -26,7 +26,7 @@ impl DeathLog {
         }
     }
 
-    /// Adds a certificate; the oldest of the same worker makes place for it.
+    /// Adds a certificate, and drops the oldest of the worker above the bound.
     pub fn push(&self, certificate: DeathCertificate) {
         let mut kept = locked(&self.kept);
         let same = |known: &Arc<DeathCertificate>| known.worker == certificate.worker;
@@ -38,7 +38,7 @@ impl DeathLog {
         kept.push_back(Arc::new(certificate));
     }
 
-    /// At most `limit` certificates, the latest first; of one worker, or of all.
+    /// At most `limit` certificates, the latest first, of one worker or of all.
     #[must_use]
     pub fn last(&self, worker: Option<&str>, limit: usize) -> Vec<Arc<DeathCertificate>> {
         let kept = locked(&self.kept);

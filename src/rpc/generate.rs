@@ -25,7 +25,6 @@ use cotenant_conversation::{
 };
 use cotenant_units::Tokens;
 
-/// The service.
 pub(super) struct Llm {
     context: Context,
     generator: Arc<dyn Generator>,
@@ -62,8 +61,8 @@ impl LlmService for Llm {
     }
 }
 
-/// Takes the events to the client. Returning drops `events`, which stops the generation: when the client is gone, when
-/// it does not read, at its deadline, and at the end.
+/// Forwards events to the client. Returning drops `events`, which stops the generation: when the client disconnects,
+/// does not read, or reaches its deadline, and at the end.
 async fn relay(
     context: Context,
     call: Call,
@@ -145,7 +144,6 @@ fn finished(reason: FinishReason, usage: &Usage, times: Times) -> v1::GenerateFi
     }
 }
 
-/// The request, checked.
 fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError> {
     let input = match request.input {
         Some(generate_request::Input::Prompt(prompt)) if prompt.is_empty() => {
@@ -217,7 +215,7 @@ fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
 }
 
 fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> {
-    // Written so that NaN is refused too.
+    // Negated so that NaN is refused too.
     if let Some(temperature) = options.temperature
         && !(0.0..=2.0).contains(&temperature)
     {
@@ -242,11 +240,11 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> 
     })
 }
 
-/// Pieces of text that wait for the client to read, besides HTTP/2's buffers.
+/// Pieces of text in the queue of a client, besides HTTP/2's buffers.
 const OUTBOUND_MAX: usize = 16;
 
-/// Messages of one conversation (our choice: beyond any context): an empty one has two bytes on the wire, and 200 in
-/// memory.
+/// Messages of one conversation (our choice, more than any context holds): an empty one takes two bytes on the wire and
+/// 200 in memory.
 const MESSAGES_MAX: usize = 4096;
 
 /// Stop texts of one request; OpenAI allows 4, llama.cpp any number.

@@ -21,7 +21,7 @@ pub const LEASES: &str = "cotenant.v1.LeaseService";
 pub const OPERATORS: &str = "cotenant.v1.OperatorService";
 /// The generation service.
 pub const LLM: &str = "cotenant.v1.LlmService";
-/// The engine: serving while it answers.
+/// The engine: serving while it takes requests.
 pub const ENGINE: &str = "cotenant.engine";
 /// Pressure: serving unless it is Critical.
 pub const PRESSURE: &str = "cotenant.pressure";
@@ -39,7 +39,7 @@ pub fn worker(name: &str) -> String {
 pub struct Health(watch::Sender<BTreeMap<String, ServingStatus>>);
 
 impl Health {
-    /// Only the services themselves are serving, and no reboot is advised, until a status is set.
+    /// Initially the services are serving and no reboot is advised.
     pub(super) fn new() -> Self {
         let parts = [OVERALL, ENGINE, PRESSURE].map(|name| (name, ServingStatus::NotServing));
         let services = [LEASES, OPERATORS, LLM, REBOOT].map(|name| (name, ServingStatus::Serving));
@@ -50,7 +50,7 @@ impl Health {
         Self(watch::Sender::new(known.collect()))
     }
 
-    /// Sets whether `name` serves; a name that was not known before becomes known. Watchers are sent changes only.
+    /// Sets whether `name` serves; new names are added. Watchers are only sent changes.
     pub fn set(&self, name: &str, serving: bool) {
         let status = if serving {
             ServingStatus::Serving
@@ -61,7 +61,6 @@ impl Health {
             .send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
     }
 
-    /// The service that answers with it.
     pub(super) fn service(&self) -> HealthServer<Self> {
         HealthServer::new(self.clone())
     }

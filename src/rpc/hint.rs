@@ -1,4 +1,4 @@
-//! Remedies of denials: what the caller or an operator can do about one.
+//! Remedies of denials for callers and operators.
 
 use cotenant_policy::{
     denial::{Denial, OPERATOR, Problem},
@@ -7,7 +7,6 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// What the caller or an operator can do about a denial, if anything.
 pub(super) fn hint(denial: &Denial) -> Option<String> {
     match denial {
         Denial::InsufficientMemory {

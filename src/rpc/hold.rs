@@ -3,12 +3,12 @@
 //! ```text
 //!   tenant                          supervisor
 //!   {name, boot_id, generation} ──►            renews; the first message opens
-//!                               ◄── renewed    the lease as it is
-//!                               ◄── target     nonce, bytes, deadline; the one in force is sent at the opening
+//!                               ◄── renewed    the current lease
+//!                               ◄── target     nonce, bytes, deadline; the current one is sent when the stream opens
 //!   {…, nonce, state}           ──►            renews, and answers the target
-//!                               ◄── receipt    what the answer counts as: applied, deferred, stale, conflict, refused
+//!                               ◄── receipt    the verdict: applied, deferred, stale, conflict, refused
 //!                               ◄── renewed
-//!                               ◄── ended      the lease is gone
+//!                               ◄── ended      the lease has ended
 //! ```
 
 use futures_util::stream::BoxStream;
@@ -32,7 +32,7 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// Opens the stream; all the rest, faults of the first message included, happens on it.
+/// Opens the stream; all errors, also of the first message, are reported on it.
 pub(super) fn open(
     context: Context,
     holders: Holders,
@@ -41,7 +41,7 @@ pub(super) fn open(
     inbound: Streaming<HoldLeaseRequest>,
 ) -> BoxStream<'static, Result<HoldLeaseResponse, Status>> {
     let (outlet, responses) = Outlet::new(OUTBOUND_MAX, context.patience);
-    // Before the lease is looked at, so that no target falls between.
+    // Subscribed before the lease is read, so that no target is missed.
     let notices = context.supervisor.notices();
     let given_back = context.given_back.subscribe();
     tokio::spawn(async move {
@@ -82,11 +82,11 @@ struct Hold {
 struct Held {
     id: LeaseId,
     name: String,
-    /// The target that it was sent last, and its answer.
+    /// The last target sent, and its answer.
     sent: SentTarget,
 }
 
-/// Next event on a stream.
+/// Next event of a stream.
 enum Next {
     Message(Box<HoldLeaseRequest>),
     Notice(Notice),
@@ -128,7 +128,7 @@ impl Hold {
         }
     }
 
-    /// A message of the holder.
+    /// Handles a message of the holder.
     async fn message(&mut self, message: HoldLeaseRequest) -> Result<(), Status> {
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         if let Some(held) = &self.held
@@ -138,13 +138,13 @@ impl Hold {
             return convert::refuse("name", &message.name, &problem);
         }
         let answer = target_answer(&message)?;
-        // A foreign or ended lease is found out here, before its targets are touched.
+        // Detects a foreign or ended lease before its targets are touched.
         let view = self
             .context
             .renew(&self.call, lease, message.generation)
             .await?;
         if answer.is_some() {
-            // The process that requested the lease is the one measured; only it can report about its memory.
+            // Only the process that requested the lease, which is measured for it, may report about its memory.
             self.call.check_holds(&view)?;
         }
         if self.held.is_none()
@@ -192,7 +192,7 @@ impl Hold {
         Ok(())
     }
 
-    /// A notice of the supervisor; returns whether the lease has ended.
+    /// Handles a notice of the supervisor; returns whether the lease has ended.
     async fn notice(&mut self, notice: Notice) -> Result<bool, Status> {
         let Some(held) = &mut self.held else {
             return Ok(false);
@@ -213,7 +213,7 @@ impl Hold {
                     bytes,
                     deadline,
                 };
-                // Also when a renewal has reported it before: this one has the reason.
+                // Also if a renewal has reported the target before: only the notice has its reason.
                 held.sent.learn(Some(&target));
                 self.send_target(&target, reason).await?;
                 Ok(false)
@@ -230,7 +230,7 @@ impl Hold {
         }
     }
 
-    /// Notices were missed: takes the state instead.
+    /// Reads the state after missed notices.
     async fn catch_up(&mut self) -> Result<(), Status> {
         let Some(held) = &mut self.held else {
             return Ok(());
@@ -238,7 +238,7 @@ impl Hold {
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
         let view = snapshot.leases.iter().find(|view| view.id == held.id);
         let Some(view) = view else {
-            // The next message of the holder gets the arbiter's own answer, if this state is older than the lease.
+            // If this state is older than the lease, the arbiter answers the next message.
             return Ok(());
         };
         if held.sent.learn(view.target.as_ref())
@@ -262,7 +262,7 @@ impl Hold {
         .await
     }
 
-    /// Waits while the client does not read, up to its patience; its lease continues until its term.
+    /// Sends, and waits up to the client's patience if it does not read; the lease continues for its term.
     async fn send(&self, message: hold_lease_response::Message) -> Result<(), Status> {
         let response = HoldLeaseResponse {
             message: Some(message),
@@ -287,7 +287,7 @@ const fn state_of(verdict: Verdict) -> TargetState {
     }
 }
 
-/// The answer in a message, if it has one.
+/// The answer to a target in a message, if any.
 fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, CallError> {
     let used = message
         .used_bytes
@@ -326,10 +326,10 @@ fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, Cal
     }
 }
 
-/// Responses that wait for the client to read: a target, a receipt and a renewal, twice.
+/// Responses in the queue: a target, a receipt and a renewal, twice.
 const OUTBOUND_MAX: usize = 6;
 
-/// Longest reason of a holder that is kept.
+/// Longest stored reason of a holder.
 const DETAIL_MAX: usize = 256;
 
 #[cfg(test)]

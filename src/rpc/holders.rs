@@ -1,4 +1,4 @@
-//! Process behind each lease, so that a lease ends with it.
+//! Watches the process behind each lease, so that a lease ends with it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,10 +22,10 @@ use cotenant_units::lock::locked;
 
 /// Watches the processes that hold leases.
 ///
-/// A lost connection proves nothing: the lease continues until its term. The end of the process ends the lease. Only
-/// the process that requested the lease is watched, since it is the one measured. It is watched beyond the end of its
-/// lease, while the arbiter lists it: it may have released the lease and not the memory, or may not have been notified
-/// of the end.
+/// A lost connection proves nothing, and the lease continues for its term; the exit of the process ends the lease. Only
+/// the process that requested the lease, which is measured for it, is watched. The watch lasts beyond the end of the
+/// lease while the arbiter lists it: the process may have released the lease but not the memory, or may not have been
+/// notified.
 #[derive(Clone)]
 pub(super) struct Holders {
     supervisor: Arc<dyn Supervisor>,
@@ -33,11 +33,11 @@ pub(super) struct Holders {
     watches: Arc<Mutex<Watches>>,
 }
 
-/// One watch for each process, however many leases it has.
+/// One watch per process with its leases.
 #[derive(Default)]
 struct Watches {
     of: BTreeMap<u32, Watch>,
-    /// Leases that have been added since those that are gone were last taken out.
+    /// Leases added since the last removal of ended ones.
     added: usize,
 }
 
@@ -57,19 +57,19 @@ impl Holders {
         }
     }
 
-    /// Takes note that `process` has to do with a lease, and watches it if it is the one that holds it.
+    /// Associates `process` with a lease, and watches it if it is the holder.
     pub(super) fn attach(&self, view: &LeaseView, process: &Arc<Process>) {
         if view.owner.owner_pid == Some(process.pid()) {
             self.attach_holder(view.id, process);
         }
     }
 
-    /// As [`attach`](Self::attach), for a process that holds the lease.
+    /// [`attach`](Self::attach) for the holder.
     pub(super) fn attach_holder(&self, lease: LeaseId, process: &Arc<Process>) {
         let mut watches = locked(&self.watches);
         watches.forget_those_gone(&*self.supervisor);
         let known = watches.of.get(&process.pid());
-        // One that has ended has its watch until it is notified, and its id may be another one's by now.
+        // An ended process keeps its watch until the arbiter is notified, and its id may already be reused.
         let leases = known
             .filter(|watch| !watch.process.is_over())
             .map(|watch| Arc::clone(&watch.leases));
@@ -88,7 +88,7 @@ impl Holders {
         watches.added += usize::from(leases.insert(lease));
     }
 
-    /// Waits for the end of a process and notifies the arbiter.
+    /// Waits for the exit of a process and notifies the arbiter.
     async fn watch(self, process: Arc<Process>, leases: Arc<Mutex<BTreeSet<LeaseId>>>) {
         let ended = tokio::select! {
             ended = process.ended() => ended,
@@ -124,7 +124,7 @@ impl Holders {
 }
 
 impl Watches {
-    /// Takes out leases that the arbiter does not list any more; with each doubling, so that it costs little.
+    /// Removes leases that the arbiter no longer lists, at each doubling, which amortises the cost.
     fn forget_those_gone(&mut self, supervisor: &dyn Supervisor) {
         if self.added < FORGET_AFTER {
             return;
@@ -146,8 +146,8 @@ impl Watches {
     }
 }
 
-/// Additions between two removals of ended leases (our choice: their memory is negligible).
+/// Additions before ended leases are removed (our choice: their memory is negligible).
 const FORGET_AFTER: usize = 64;
 
-/// How often an event is offered to a full inbox (our choice: well below the shortest term).
+/// Interval of attempts at a full inbox (our choice: well below the shortest term).
 const RETRY_EVERY: Duration = Duration::from_millis(50);

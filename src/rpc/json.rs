@@ -34,7 +34,7 @@ pub fn document(supervisor: &dyn Supervisor) -> Value {
     document
 }
 
-/// Name of an enum's value without the prefix of its type: `audio_realtime`.
+/// Name of an enum value without the prefix of its type: `audio_realtime`.
 #[must_use]
 pub fn word(name: &str, prefix: &str) -> String {
     name.strip_prefix(prefix).unwrap_or(name).to_lowercase()
@@ -53,8 +53,8 @@ fn time(time: &prost_types::Timestamp) -> Value {
     Value::String(time.to_string())
 }
 
-/// A message as an object: its fields by their names in proto3 JSON, some with a custom value. Nulls and empty texts
-/// are omitted, as in proto3 JSON.
+/// A message as an object, with field names of proto3 JSON; values may be given explicitly. Nulls and empty texts are
+/// omitted, as in proto3 JSON.
 macro_rules! object {
     (@value $message:ident $field:ident) => { json!($message.$field) };
     (@value $message:ident $field:ident $value:expr) => { json!($value) };
@@ -136,7 +136,7 @@ pub fn status(status: &v1::GetStatusResponse) -> Value {
 }
 
 fn budget_json(budget: &v1::Budget) -> Value {
-    // Not by `object!`: an unknown own use of the supervisor is shown as null.
+    // Without `object!`, so that an unknown own use of the supervisor is shown as null.
     json!({
         "budgetBytes": budget.budget_bytes,
         "heldBytes": budget.held_bytes,
@@ -223,12 +223,12 @@ pub fn entry(entry: &v1::JournalEntry) -> Value {
         time = entry.time.as_ref().map(time),
         kind = entry.kind().as_str_name(),
         name, summary,
-        // A nested document rather than a text; an unreadable one is omitted.
+        // A nested document rather than text; omitted if unreadable.
         body = serde_json::from_str::<Value>(&entry.body_json).ok(),
     )
 }
 
-/// The longest time in which the engine could take no command, ms.
+/// The longest time without accepting commands, in ms.
 #[must_use]
 pub fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
     let gap = engine.command_gap_max.as_ref()?;
@@ -237,7 +237,7 @@ pub fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
         .map(|gap| gap.as_secs_f64() * 1e3)
 }
 
-/// Events in a document: one screen (our choice).
+/// Events in a document. Our choice: one screen.
 const EVENTS_SHOWN: usize = 40;
 
 #[cfg(test)]

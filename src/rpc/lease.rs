@@ -27,7 +27,6 @@ use cotenant_policy::{
     lease::{LeaseId, LeaseRequest, LeaseView},
 };
 
-/// The service.
 pub(super) struct Leases {
     context: Context,
     holders: Holders,
@@ -50,7 +49,7 @@ impl Leases {
 }
 
 impl Context {
-    /// The lease of a call, once its name and run are verified.
+    /// The id of a lease, with its name and run verified.
     pub(super) fn lease_of(&self, name: &str, boot_id: &str) -> Result<LeaseId, CallError> {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
@@ -78,7 +77,7 @@ impl Context {
         Ok(lease)
     }
 
-    /// Renews a lease and returns it as it is.
+    /// Renews a lease and returns its state.
     pub(super) async fn renew(
         &self,
         call: &Call,
@@ -99,7 +98,6 @@ impl Context {
     }
 }
 
-/// The lease of an answer.
 fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
     match answer {
         Answer::Lease { lease } => Ok(lease),
@@ -170,7 +168,7 @@ impl LeaseService for Leases {
             .await?;
         let response = match answer {
             Answer::Lease { lease } => {
-                // The same request again, by another process: that one would use memory that is not measured.
+                // The request is repeated by another process, whose memory would not be measured.
                 call.check_holds(&lease)?;
                 if let Some(process) = &call.peer.process {
                     self.holders.attach(&lease, process);
@@ -241,7 +239,7 @@ impl LeaseService for Leases {
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
         let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
-        // A wish for less is taken for the holder's word that it needs no more.
+        // A request for less counts as the holder's confirmation that it needs no more.
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
         if let Some(view) = snapshot.leases.iter().find(|view| view.id == lease) {
             call.check_holds(view)?;
@@ -361,21 +359,21 @@ impl LeaseService for Leases {
     }
 }
 
-/// Longest name of a tenant: that of a DNS label, so that it can become one.
+/// Longest name of a tenant: as a DNS label, so that it can become one.
 const NAME_MAX: usize = 63;
 
 /// Longest request id: a UUID has 36 bytes.
 const REQUEST_ID_MAX: usize = 64;
 
-/// Leases on a page unless set otherwise, and at most.
+/// Default and maximum of leases per page.
 const PAGE_DEFAULT: usize = 100;
 const PAGE_MAX: usize = 1000;
 
-/// Term of a request that names none: etcd's clients renew every third of it, hence every 10 s.
+/// Default term: etcd's clients renew after a third of it, here every 10 s.
 const TERM_DEFAULT: Duration = Duration::from_secs(30);
 
-/// Longest term that a request may have; the arbiter has its own limits.
+/// Longest accepted term; the arbiter has its own limits.
 const TERM_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest wait in the queue that a request may have; the arbiter has its own limits.
+/// Longest accepted wait in the queue; the arbiter has its own limits.
 const WAIT_MAX: Duration = Duration::from_secs(3600);

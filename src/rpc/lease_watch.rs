@@ -1,4 +1,4 @@
-//! `WatchLeases`: all leases, now and after each change.
+//! `WatchLeases`: all leases, initially and after each change.
 
 use std::sync::{Arc, Mutex};
 
@@ -18,39 +18,39 @@ use cotenant_policy::{
 };
 use cotenant_units::lock::locked;
 
-/// The last state sent, and the sequence since when it holds, so that a watch can be resumed.
+/// The last state sent, and the sequence from which it is valid, to resume a watch.
 ///
-/// Without watchers nothing is recorded: a returning lease is compared with the last state sent.
+/// Without watchers nothing is recorded: a returning reader is compared with the last state sent.
 #[derive(Debug, Default)]
 pub(super) struct States(Mutex<Seen>);
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// The last snapshot examined: once for all watchers.
+    /// The last snapshot examined, once for all watchers.
     snapshot: Option<Arc<Snapshot>>,
     leases: Option<Arc<Vec<LeaseView>>>,
-    /// The sequence with which it was seen first.
+    /// The sequence at its first observation.
     since: u64,
     /// Whether another state was sent with the same sequence.
     ambiguous: bool,
-    /// The highest sequence that was sent with any state.
+    /// The highest sequence sent so far.
     sent: u64,
 }
 
-/// A state to be sent.
+/// A state to send.
 struct Taken {
     snapshot: Arc<Snapshot>,
     leases: Arc<Vec<LeaseView>>,
     sequence: u64,
-    /// The lowest sequence that only this state was sent with.
+    /// The lowest sequence that was sent only with this state.
     known_from: u64,
 }
 
 impl States {
-    /// Takes the state as it is.
+    /// Reads the current state.
     fn take(&self, supervisor: &dyn Supervisor) -> Taken {
         let mut seen = locked(&self.0);
-        // Read before the state, so that no event after it is missing from the state.
+        // Read before the state, so that the state contains every event up to it.
         let sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();
         let leases = seen.look(&snapshot, sequence);
@@ -64,7 +64,7 @@ impl States {
 }
 
 impl Seen {
-    /// The leases of a state, which are those of before where they are the same.
+    /// The leases of a state; shares those of the previous one if equal.
     fn look(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
         let known = self
             .snapshot
@@ -95,18 +95,17 @@ impl Seen {
     }
 }
 
-/// A reader of `WatchLeases`.
 pub(super) struct Watching {
     context: Context,
     call: Call,
     states: Arc<States>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
-    /// State that the reader has.
+    /// The state last sent.
     sent: Option<Arc<Vec<LeaseView>>>,
 }
 
 impl Watching {
-    /// A reader that has the state of its request.
+    /// A reader that already has the state of its request.
     pub(super) fn new(
         context: Context,
         call: Call,
@@ -114,7 +113,7 @@ impl Watching {
         request: &WatchLeasesRequest,
     ) -> Self {
         let supervisor = &*context.supervisor;
-        // Before the state is taken, so that no change falls between.
+        // Subscribed before the state is read, so that no change is missed.
         let snapshots = supervisor.snapshot();
         let taken = states.take(supervisor);
         let has_it = request.after_sequence != 0
@@ -129,7 +128,7 @@ impl Watching {
         }
     }
 
-    /// The next state that differs from the one sent before.
+    /// The next state that differs from the last one sent.
     pub(super) async fn next(mut self) -> Result<Option<(WatchLeasesResponse, Self)>, Status> {
         loop {
             self.snapshots.mark_unchanged();
@@ -160,7 +159,7 @@ impl Watching {
     }
 }
 
-/// A measurement that gives the same bytes again is no change.
+/// Removes the measurement time: a repeated figure is not a change.
 fn without_time_of_measurement(view: LeaseView) -> LeaseView {
     LeaseView {
         memory: LeaseMemory {
@@ -180,13 +179,13 @@ mod tests {
         let (first, second) = (Arc::new(Snapshot::default()), Arc::new(Snapshot::default()));
         let mut seen = Seen::default();
         let leases = seen.look(&first, 1);
-        // For watchers that do not look again.
+        // Replaced by another examination of the snapshot, if there is one.
         let mark = Arc::new(Vec::with_capacity(7));
         seen.leases = Some(Arc::clone(&mark));
         let again = seen.look(&first, 2);
         assert!(Arc::ptr_eq(&again, &mark) && !Arc::ptr_eq(&again, &leases));
         assert_eq!((seen.since, seen.sent, seen.ambiguous), (1, 2, false));
-        // For watchers, another snapshot with the same leases is the same state.
+        // For watchers, another snapshot with equal leases is the same state.
         assert!(Arc::ptr_eq(&seen.look(&second, 3), &mark));
         assert!(Arc::ptr_eq(seen.snapshot.as_ref().unwrap(), &second));
     }

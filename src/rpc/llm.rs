@@ -1,4 +1,4 @@
-//! Generation backend that the daemon offers to gRPC.
+//! Generation backend for gRPC.
 
 use std::time::Duration;
 
@@ -10,13 +10,13 @@ use cotenant_conversation::{
 };
 use cotenant_units::Tokens;
 
-/// Generates text; the daemon implements it over the engine.
+/// Generates text; `daemon` implements it with the engine.
 pub trait Generator: Send + Sync + 'static {
-    /// Admits a request, or returns the reason to refuse it. Events are sent in the order of [`GenerateEvent`];
-    /// dropping the receiver stops the generation at the next token.
+    /// Admits a request, or refuses it. Events are sent in the order of [`GenerateEvent`]; dropping the receiver stops
+    /// the generation at the next token.
     ///
     /// The channel should be bounded to a few events, and the engine must not wait for a reader: the service receives
-    /// events promptly, and drops the receiver when the client does not take them for
+    /// events promptly, and drops the receiver if the client does not read for
     /// [`reader_patience`](super::Limits::reader_patience).
     fn generate(
         &self,
@@ -27,9 +27,9 @@ pub trait Generator: Send + Sync + 'static {
 /// Text or conversation to continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// Messages, put through the model's chat template; oldest first, at least one.
+    /// Messages for the model's chat template; oldest first, at least one.
     Messages(Vec<ChatMessage>),
-    /// Text as it is.
+    /// Verbatim text.
     Prompt(String),
 }
 
@@ -38,20 +38,19 @@ pub enum Input {
 pub struct GenerateRequest {
     /// Text or conversation to continue.
     pub input: Input,
-    /// How to choose tokens. The ranges have been checked.
+    /// Sampling settings, with their ranges checked.
     pub sampling: SamplingWish,
-    /// The most tokens to generate; `None` leaves it to the context.
+    /// Maximum number of tokens; `None` leaves it to the context.
     pub max_tokens: Option<Tokens>,
-    /// Texts that end the generation and are not part of the answer.
+    /// Texts that end the generation and are omitted from the answer.
     pub stop: Vec<String>,
-    /// Tokens that stay when the oldest part of the context is dropped.
+    /// Tokens that are kept when the oldest context is dropped.
     pub sinks: Option<Sinks>,
-    /// Time left until the client's deadline, if it has one: requests that cannot finish in time may be refused at
-    /// once.
+    /// Time left until the client's deadline, if any: a request that cannot finish in time may be refused at once.
     pub time_left: Option<Duration>,
 }
 
-/// How long a generation took.
+/// Durations of a generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
     /// From admission to the first token.
@@ -60,7 +59,7 @@ pub struct Times {
     pub total: Duration,
 }
 
-/// Something that happens in a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.
+/// Events of a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GenerateEvent {
     /// Admitted.
@@ -69,28 +68,28 @@ pub enum GenerateEvent {
         model: String,
         /// Tokens of the prompt.
         prompt: Tokens,
-        /// Seed of the random numbers.
+        /// Random seed.
         seed: u64,
     },
-    /// More text; whole characters.
+    /// A piece of text, in whole characters.
     Delta {
         /// The text.
         text: String,
     },
-    /// The end.
+    /// The generation is complete.
     Finished {
-        /// Why.
+        /// Reason for the end.
         reason: FinishReason,
         /// Resource usage.
         usage: Usage,
-        /// How long it took.
+        /// Its durations.
         times: Times,
     },
-    /// The end, without success.
+    /// The generation failed.
     Failed(Refusal),
 }
 
 /// Default of [`reader_patience`](super::Limits::reader_patience).
 ///
-/// Our choice: twice the 10 s in which keepalive finds a dead peer, since a live one that does not read is rarer.
+/// Our choice: twice the 10 s in which keepalive detects a dead peer, because a live one that does not read is rarer.
 pub(super) const READER_PATIENCE: Duration = Duration::from_secs(20);

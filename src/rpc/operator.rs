@@ -25,7 +25,6 @@ use cotenant_policy::{
     lease::Ticket,
 };
 
-/// The service.
 pub(super) struct Operators {
     context: Context,
 }
@@ -35,7 +34,7 @@ impl Operators {
         Self { context }
     }
 
-    /// Sends a command that needs this permission to the arbiter; returns its message once it is done.
+    /// Sends a command that requires this permission; returns the arbiter's message once it is done.
     async fn done<T>(
         &self,
         name: &'static str,
@@ -69,7 +68,7 @@ impl Operators {
     }
 }
 
-/// The words of an answer.
+/// The text of an answer.
 fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
     match answer {
         Answer::Done { done } => Ok(done.to_string()),
@@ -305,7 +304,7 @@ impl OperatorService for Operators {
         let supervisor = &self.context.supervisor;
         let mut state = supervisor.snapshot();
         supervisor.submit(event, None).map_err(CallError::from)?;
-        // A client may rely on the answer at every API.
+        // After the response, clients may rely on the new state at every API.
         state
             .wait_for(|state| state.draining != off)
             .await
@@ -316,16 +315,16 @@ impl OperatorService for Operators {
     }
 }
 
-/// A reader of `WatchEvents`. It reads from the log at the client's pace, and so holds at most one page.
+/// A reader of `WatchEvents`. It reads the log at the client's pace and holds at most one page.
 struct Reader {
     context: Context,
     call: Call,
     /// Number of the last event sent or missed.
     after: u64,
-    /// Whether the reader begins with the oldest event available, so that no gap is reported before it.
+    /// Whether it starts at the oldest event available, so that no earlier gap is reported.
     from_the_oldest: bool,
     follow: bool,
-    /// The page that is being sent, last event first.
+    /// The page being sent, last event first.
     page: Vec<WatchEventsResponse>,
     missed: u64,
 }
@@ -353,7 +352,7 @@ impl Reader {
         }
     }
 
-    /// Takes the next page from the log; returns whether there is one.
+    /// Reads the next page from the log; returns whether there is one.
     fn turn_page(&mut self) -> bool {
         let supervisor = &self.context.supervisor;
         let page = supervisor.events().after(self.after, PAGE);
@@ -377,11 +376,10 @@ impl Reader {
     }
 }
 
-/// Events that one reader holds at once.
 const PAGE: usize = 64;
 
 /// Longest name of a variant.
 const VARIANT_MAX: usize = 63;
 
-/// Longest wait in the queue that a request may have; the arbiter has its own limits.
+/// Longest accepted wait in the queue; the arbiter has its own limits.
 const WAIT_MAX: Duration = Duration::from_secs(3600);

@@ -1,8 +1,8 @@
 //! Server side of a stream, with a cut-off for clients that do not read.
 //!
-//! Between the source of a stream and the client are a few responses here and one window of HTTP/2; nothing more is
-//! buffered for a client that does not read. If these are full and none is read for the server's patience, the source
-//! ends and its slot is free; the client finds the reason at the end if it reads again.
+//! Between source and client, only a few responses here and one HTTP/2 window are buffered. If both are full and
+//! nothing is read for the server's patience, the source is dropped and its slot freed; a client that reads again finds
+//! the reason at the end.
 
 use std::{
     pin::pin,
@@ -17,7 +17,7 @@ use tonic::Status;
 
 use super::{slots::Slot, status::CallError};
 
-/// The way out of one stream.
+/// Output of one stream.
 #[derive(Debug)]
 pub(super) struct Outlet<T> {
     responses: mpsc::Sender<T>,
@@ -26,12 +26,10 @@ pub(super) struct Outlet<T> {
     patience: Duration,
 }
 
-/// A response did not go out.
+/// Reason why a response was not sent.
 #[derive(Debug)]
 pub(super) enum Unsent {
-    /// The client has gone.
     Gone,
-    /// The client does not read.
     Stalled(CallError),
 }
 
@@ -46,7 +44,7 @@ impl<T> Clone for Outlet<T> {
 }
 
 impl<T: Send + 'static> Outlet<T> {
-    /// An outlet where `capacity` responses may wait, and the stream to its client.
+    /// An outlet with a queue of `capacity` responses, and the stream for its client.
     pub(super) fn new(
         capacity: usize,
         patience: Duration,
@@ -66,7 +64,7 @@ impl<T: Send + 'static> Outlet<T> {
         )
     }
 
-    /// Sends a response, and waits for room until the patience is over.
+    /// Sends a response; waits for space until the patience is over.
     pub(super) async fn send(&self, response: T) -> Result<(), Unsent> {
         let patience = self.patience;
         match self.responses.send_timeout(response, patience).await {
@@ -78,18 +76,18 @@ impl<T: Send + 'static> Outlet<T> {
         }
     }
 
-    /// Waits until the client has gone.
+    /// Waits until the client disconnects.
     pub(super) async fn closed(&self) {
         self.responses.closed().await;
     }
 
-    /// Ends the stream with `error`, after all that was sent. The first one counts.
+    /// Ends the stream with `error` after everything sent. The first error counts.
     pub(super) fn fail(&self, error: Status) {
         let _ = self.last.set(error);
     }
 }
 
-/// Pumps `source` to a client, one response ahead. `slot` is freed when the source has ended.
+/// Forwards `source` to a client, one response ahead. `slot` is freed when the source ends.
 pub(super) fn pump<T: Send + 'static>(
     source: impl Stream<Item = Result<T, Status>> + Send + 'static,
     slot: Slot,

@@ -17,7 +17,7 @@ use tokio::{
 use cotenant_probe::processes::boot_ticks;
 use cotenant_probe::{ProbeRoot, processes::ProcessStat};
 
-/// The process at the other end of a connection, by the credentials that the kernel keeps of it.
+/// The process at the other end of a connection, by the kernel's credentials.
 #[derive(Clone, Debug, Default)]
 pub struct PeerInfo {
     /// User id.
@@ -26,18 +26,18 @@ pub struct PeerInfo {
     pub gid: u32,
     /// Supplementary groups.
     pub groups: Arc<[u32]>,
-    /// Process id; `None` where the process is not visible from here, as in another PID namespace.
+    /// Process id; `None` if the process is not visible, for example in another PID namespace.
     pub pid: Option<u32>,
-    /// The process itself, which cannot be confused with a later one of the same id.
+    /// The process itself, protected against reuse of its id.
     pub process: Option<Arc<Process>>,
 }
 
 impl PeerInfo {
-    /// Reads the credentials of a connection that was waiting at `waiting_at`, in [`boot_ticks`]: a time read before it
-    /// was accepted.
+    /// Reads the credentials of a connection that was already waiting at `waiting_at`, in [`boot_ticks`], a time read
+    /// before it was accepted.
     ///
     /// # Errors
-    /// When the kernel does not give the user.
+    /// If the kernel does not provide the user.
     pub fn of(stream: &UnixStream, waiting_at: Option<u64>) -> io::Result<Self> {
         let credentials = stream.peer_cred()?;
         let pid = credentials
@@ -64,7 +64,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process that connected to `socket`; `None` when it has ended, or a later process may have its id.
+    /// The process that connected to `socket`; `None` if it has ended, or its id may have been reused.
     fn of_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: Option<u64>) -> Option<Self> {
         match peer_pidfd(socket.as_raw_fd()) {
             Some(pidfd) => Some(Self { pid, pidfd }),
@@ -72,18 +72,17 @@ impl Process {
         }
     }
 
-    /// The same before Linux 6.5, where the socket does not provide a pidfd.
+    /// Before Linux 6.5 the socket provides no pidfd.
     ///
-    /// The id could have been reused since the connection was made. A process that reused it started while the
-    /// connection was already waiting; and an ended process has closed its end of the connection, unless a child has
-    /// inherited it. So the process is opened first; then the connection is checked to be open, and the process to be
-    /// older than it.
+    /// The id may have been reused since the connection was made. A process that reused it started after the connection
+    /// began to wait; and an ended process has closed its end of the connection, unless a child has inherited it.
+    /// Therefore the process is opened first; then the connection must be open, and the process older than it.
     fn of_waiting_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: u64) -> Option<Self> {
         let process = Self::of_earlier_peer(pid, waiting_at)?;
         (!is_hung_up(socket)).then_some(process)
     }
 
-    /// The process that had this id at `then`, in [`boot_ticks`], and still has; `None` when it has ended.
+    /// The process that had this id at `then`, in [`boot_ticks`], and still has it; `None` if it has ended.
     #[must_use]
     pub fn of_earlier_peer(pid: u32, then: u64) -> Option<Self> {
         let pidfd = pidfd_open(pid).ok()?;
@@ -105,7 +104,7 @@ impl Process {
     /// Waits until the process has ended.
     ///
     /// # Errors
-    /// When the process cannot be watched, for want of file descriptors.
+    /// If the process cannot be watched, for lack of file descriptors.
     pub async fn ended(&self) -> io::Result<()> {
         let pidfd = self.pidfd.try_clone()?;
         // SAFETY: an `OwnedFd` keeps its descriptor open and unchanged until it is dropped, together with the
@@ -118,14 +117,14 @@ impl Process {
 
 /// Supplementary groups of the peer (`SO_PEERGROUPS`, Linux 4.13).
 fn peer_groups(fd: RawFd) -> Option<Vec<u32>> {
-    // Linux allows 65536 groups; a user with more than 1024 is judged by user and primary group.
+    // Linux allows 65536 groups; a user with more than 1024 is identified by user and primary group.
     let mut groups = vec![0u32; 1024];
     let bytes = socket_option(fd, libc::SO_PEERGROUPS, &mut groups)?;
     groups.truncate(bytes / size_of::<u32>());
     Some(groups)
 }
 
-/// The peer's process (`SO_PEERPIDFD`, Linux 6.5).
+/// The pidfd of the peer's process (`SO_PEERPIDFD`, Linux 6.5).
 fn peer_pidfd(fd: RawFd) -> Option<OwnedFd> {
     let mut pidfd = [-1];
     let bytes = socket_option(fd, libc::SO_PEERPIDFD, &mut pidfd)?;
@@ -133,7 +132,7 @@ fn peer_pidfd(fd: RawFd) -> Option<OwnedFd> {
     if bytes != size_of::<RawFd>() || pidfd < 0 {
         return None;
     }
-    // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.
+    // SAFETY: the kernel has just created this descriptor, and no other code has its number.
     Some(unsafe { OwnedFd::from_raw_fd(pidfd) })
 }
 
@@ -156,12 +155,11 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
         .flatten()
 }
 
-/// Opens a process by its id.
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes two integers and touches no memory of this process.
+    // SAFETY: pidfd_open takes two integers and accesses no memory of this process.
     let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     match RawFd::try_from(result) {
-        // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.
+        // SAFETY: the kernel has just created this descriptor, and no other code has its number.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }
@@ -229,7 +227,7 @@ mod tests {
         assert!(Process::of_earlier_peer(pid, now).is_none());
     }
 
-    /// Kernels before 6.5 have nothing else to go by.
+    /// Kernels before 6.5 provide no other evidence.
     #[tokio::test]
     async fn a_process_that_took_over_the_id_of_the_peer_is_not_taken_for_it() {
         let (ours, theirs) = UnixStream::pair().unwrap();
@@ -243,7 +241,7 @@ mod tests {
             "it was started after the connection was made"
         );
         assert!(of(started).is_some());
-        // The peer has ended, and with it its end of the connection; its id has passed to a process of before.
+        // The peer has ended, which closed its end of the connection; an older process now has its id.
         drop(theirs);
         assert!(of(started).is_none());
         later.kill().unwrap();

@@ -17,7 +17,7 @@ use super::{
 };
 use cotenant_policy::roles::Bounds;
 
-/// A listener for other machines, bound and not served yet.
+/// A bound TCP listener for other machines.
 #[derive(Debug)]
 pub struct Remote {
     pub(super) listener: TcpListener,
@@ -26,13 +26,13 @@ pub struct Remote {
     pub(super) role: Role,
 }
 
-/// The files of a [`Remote`], PEM.
+/// PEM contents for a [`Remote`].
 pub struct Certificates {
-    /// The server's certificate with those up to its root.
+    /// The server's certificate chain.
     pub certificate: String,
     /// Its key.
     pub key: String,
-    /// Roots of clients' certificates.
+    /// Roots for client certificates.
     pub client_ca: String,
 }
 
@@ -40,8 +40,7 @@ impl Certificates {
     /// Checks that certificate, key and CA fit together.
     ///
     /// # Errors
-    ///
-    /// When they do not.
+    /// If they do not.
     pub fn check(&self) -> Result<(), RemoteError> {
         tls_of(self).map(|_tls| ())
     }
@@ -56,20 +55,19 @@ pub enum RemoteError {
     /// The address cannot be bound.
     #[error("cannot listen for gRPC on {address}")]
     Listen {
-        /// As configured.
+        /// Configured address.
         address: SocketAddr,
-        /// The system's words.
+        /// Cause.
         #[source]
         source: io::Error,
     },
 }
 
 impl Remote {
-    /// Serves a socket that listens; a client whose certificate `certificates` trust has `role`.
+    /// Serves a listening socket; clients with a certificate trusted by `certificates` have `role`.
     ///
     /// # Errors
-    ///
-    /// When the certificates do not fit together, or the socket cannot be used.
+    /// If the certificates do not fit together, or the socket cannot be used.
     pub fn on(
         listener: std::net::TcpListener,
         certificates: &Certificates,
@@ -92,14 +90,13 @@ impl Remote {
     /// Bound address.
     ///
     /// # Errors
-    ///
-    /// When the system does not provide it.
+    /// If the system does not provide it.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 }
 
-/// Checked here, so that a wrong file is an error of the start.
+/// Checked at startup, so that a faulty file prevents the start.
 fn tls_of(certificates: &Certificates) -> Result<ServerTlsConfig, RemoteError> {
     let tls = ServerTlsConfig::new()
         .identity(Identity::from_pem(
@@ -114,7 +111,7 @@ fn tls_of(certificates: &Certificates) -> Result<ServerTlsConfig, RemoteError> {
     Ok(tls)
 }
 
-/// Accepts connections until the server ends; those above the limits are closed at once. A place counts from before the
+/// Accepts connections until the server ends; closes those above the limits at once. Connections count from before the
 /// handshake.
 pub(super) async fn accept(
     listener: TcpListener,
@@ -137,7 +134,7 @@ pub(super) async fn accept(
                 continue;
             }
         };
-        // By address, as a user is counted on a socket.
+        // Counted by address, like users on a socket.
         let Ok(slot) = slots.open((key_of(address), None)) else {
             debug!(%address, "too many connections; this one is closed");
             continue;
@@ -152,7 +149,7 @@ pub(super) async fn accept(
     }
 }
 
-/// A number for an address: addresses of IPv6 by their network, which one machine may have many of.
+/// A number for an address: for IPv6 its network, in which one machine may have many addresses.
 fn key_of(address: SocketAddr) -> u32 {
     match address.ip().to_canonical() {
         std::net::IpAddr::V4(address) => address.into(),
@@ -163,5 +160,5 @@ fn key_of(address: SocketAddr) -> u32 {
     }
 }
 
-/// Longest time for a handshake, after which its place is free again. Our choice: slow links need some round trips.
+/// Longest handshake, after which its slot is freed. Our choice: slow links need some round trips.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);

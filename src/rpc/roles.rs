@@ -1,4 +1,4 @@
-//! Roles of a peer by user and group.
+//! Roles of peers, by user and group.
 
 use std::fmt;
 
@@ -12,16 +12,16 @@ pub enum Permission {
     Generate,
     /// Shed, drain, recycle.
     Intervene,
-    /// Create leases and change one's own.
+    /// Create leases and change own ones.
     Lease,
     /// Read the state and the events.
     Observe,
-    /// All other changes, those of others' leases included.
+    /// All other changes, including leases of others.
     Operate,
 }
 
 impl Permission {
-    /// Whether the role includes it.
+    /// Whether the role includes this permission.
     #[must_use]
     pub const fn is_of(self, role: Role) -> bool {
         match role {
@@ -32,7 +32,7 @@ impl Permission {
         }
     }
 
-    /// The least role that has it, of those that peers of this machine, or remote ones, can have.
+    /// The least privileged role with this permission, among the roles of local or of remote peers.
     #[must_use]
     pub const fn least_role(self, remote: bool) -> &'static str {
         match self {
@@ -56,7 +56,7 @@ impl fmt::Display for Permission {
     }
 }
 
-/// Whether a peer's user or one of its groups is among these.
+/// Whether the user or a group of the peer is listed.
 fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
     ids.uids.contains(&peer.uid)
         || ids
@@ -65,10 +65,10 @@ fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
             .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
 }
 
-/// Assignment of roles. A peer with several has the first of operator, watchdog, tenant, viewer.
+/// Assignment of roles. The first of operator, watchdog, tenant, viewer applies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roles {
-    /// Operators; root and the daemon's own user always are.
+    /// Operators, besides root and the daemon's own user.
     pub operators: Ids,
     /// Watchdogs.
     pub watchdogs: Ids,
@@ -76,13 +76,14 @@ pub struct Roles {
     pub tenants: Ids,
     /// Viewers.
     pub viewers: Ids,
-    /// All other users. `None` by default: an abstract socket has no file mode, so that every local user reaches it.
+    /// Role of all other users. `None` by default: an abstract socket has no file mode, so that every local user can
+    /// connect.
     pub others: Option<Role>,
     own_uid: u32,
 }
 
 impl Roles {
-    /// Root and `own_uid` are operators, and other users may do nothing.
+    /// Only root and `own_uid` have a role: operator.
     #[must_use]
     pub fn new(own_uid: u32) -> Self {
         Self {

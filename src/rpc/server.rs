@@ -52,13 +52,13 @@ use cotenant_probe::processes::boot_ticks;
 /// Limits of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Largest message that is taken, in bytes. Default 1 MiB: a prompt of a quarter of a million tokens.
+    /// Largest accepted message, in bytes. Default 1 MiB: a prompt of a quarter of a million tokens.
     pub message_bytes: usize,
-    /// Calls and streams of one connection at a time. Default 64.
+    /// Concurrent calls and streams of one connection. Default 64.
     pub calls_per_connection: u32,
-    /// Connections. Default 32 by process, 256 by user, 1024 in all.
+    /// Connections. Default 32 per process, 256 per user, 1024 in total.
     pub connections: Bounds,
-    /// Open streams. Default 32 by process, 256 by user, 1024 in all.
+    /// Open streams. Default 32 per process, 256 per user, 1024 in total.
     pub streams: Bounds,
     /// How long a client may leave its stream unread before the generation is stopped. Default 20 s.
     pub reader_patience: Duration,
@@ -66,7 +66,7 @@ pub struct Limits {
     pub stop_grace: Duration,
     /// Interval of keepalive pings on a silent connection. Default 10 s.
     pub keepalive_interval: Duration,
-    /// How long it has for the answer. Default 5 s.
+    /// Time limit for the reply to a ping. Default 5 s.
     pub keepalive_timeout: Duration,
 }
 
@@ -93,24 +93,24 @@ impl Default for Limits {
 /// A socket could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// Another supervisor answers there.
+    /// Another supervisor listens there.
     #[error("cannot listen on `{address}`: another process answers there")]
     InUse {
-        /// As configured.
+        /// Configured address.
         address: String,
     },
-    /// There is something else.
+    /// Another kind of file exists there.
     #[error("cannot listen on `{address}`: a file that is no socket is there")]
     NotASocket {
-        /// As configured.
+        /// Configured address.
         address: String,
     },
     /// The system refuses it.
     #[error("cannot listen on `{address}`")]
     System {
-        /// As configured.
+        /// Configured address.
         address: String,
-        /// Its words.
+        /// Cause.
         #[source]
         source: io::Error,
     },
@@ -130,7 +130,7 @@ impl BindError {
     }
 }
 
-/// The sockets, bound and not served yet.
+/// Bound sockets.
 #[derive(Debug, Default)]
 pub struct Sockets {
     listeners: Vec<StdListener>,
@@ -145,11 +145,11 @@ impl Sockets {
         Self::default()
     }
 
-    /// Adds a path socket with the file mode `mode`, such as `0o660`. A socket left by a dead supervisor is removed;
+    /// Adds a path socket with the file mode `mode`, such as `0o660`. A socket left by a dead supervisor is replaced;
     /// the file is removed when the server ends.
     ///
     /// # Errors
-    /// When another process listens there, another kind of file exists, or the system refuses.
+    /// If another process listens there, another kind of file exists, or the system refuses.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
         let system = |source| BindError::System {
@@ -172,15 +172,15 @@ impl Sockets {
         }
         let listener = StdListener::bind(path).map_err(system)?;
         self.files.push(SocketFile::of(path).map_err(system)?);
-        // Until here the umask sets the mode; credentials of early connections are checked as well.
+        // Until here the umask determines the mode; credentials of early connections are checked as well.
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(system)?;
         self.add(listener).map_err(system)
     }
 
-    /// Adds the abstract socket `name`, without the `@`. It has no file mode: only credentials decide.
+    /// Adds the abstract socket `name`, without the `@`. It has no file mode: only credentials restrict it.
     ///
     /// # Errors
-    /// When another process listens there, or the system refuses.
+    /// If another process listens there, or the system refuses.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
         let system = |source| BindError::System {
@@ -200,10 +200,10 @@ impl Sockets {
         self.remote = Some(remote);
     }
 
-    /// Adds a socket that is open already, as systemd hands it over.
+    /// Adds an open socket, as passed by systemd.
     ///
     /// # Errors
-    /// When it cannot be made non-blocking.
+    /// If it cannot be made non-blocking.
     pub fn add(&mut self, listener: StdListener) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         self.listeners.push(listener);
@@ -211,7 +211,7 @@ impl Sockets {
     }
 }
 
-/// A socket in the file system; removed when dropped, if it is still the same.
+/// A socket in the file system; removed on drop, if it is still the same file.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
@@ -240,13 +240,13 @@ impl Drop for SocketFile {
     }
 }
 
-/// A server ended because of a fault.
+/// A fault that ended the server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A socket cannot be used.
     #[error("cannot serve gRPC on a socket")]
     Socket(#[from] io::Error),
-    /// The descriptors do not fit together.
+    /// The reflection descriptors are inconsistent.
     #[error("cannot serve gRPC reflection")]
     Reflection(#[from] tonic_reflection::server::Error),
     /// The transport failed.
@@ -266,7 +266,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server over `sockets` that cannot be reached yet.
+    /// A server with `sockets`, not yet accepting.
     pub async fn new(
         sockets: Sockets,
         supervisor: Arc<dyn Supervisor>,
@@ -285,7 +285,7 @@ impl Server {
         }
     }
 
-    /// Processes that hold leases of an earlier run, those included that have ended and may be in use.
+    /// Adds processes that hold leases of an earlier run, including ended ones whose memory may be in use.
     #[must_use]
     pub fn held_by(mut self, holders: Vec<(LeaseId, Arc<Process>)>) -> Self {
         self.holders = holders;
@@ -298,11 +298,11 @@ impl Server {
         self.health.clone()
     }
 
-    /// Serves until `stop` is cancelled; streams then end with `UNAVAILABLE`, and other calls are answered. Connections
-    /// of clients that do not read are cut after the grace.
+    /// Serves until `stop` is cancelled; streams then end with `UNAVAILABLE`, and other calls are completed.
+    /// Connections of clients that do not read are cut after the grace.
     ///
     /// # Errors
-    /// When a socket cannot be used.
+    /// If a socket cannot be used.
     pub async fn serve(self, stop: CancellationToken) -> Result<(), ServeError> {
         let Self {
             sockets,
@@ -314,7 +314,7 @@ impl Server {
             health,
             ..
         } = self;
-        // Taken apart here, so that the files go when this future ends or is dropped.
+        // Destructured here, so that the files are removed when this future ends or is dropped.
         let Sockets {
             listeners,
             files: _files,
@@ -401,7 +401,7 @@ impl Server {
             remote: Some(role),
             ..context
         };
-        // No leases: their holder is a process that is measured here.
+        // No lease service: a holder must be a process that is measured on this machine.
         let remote = transport()
             .tls_config(tls)?
             .add_service(health.service())
@@ -431,7 +431,7 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
         .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
 }
 
-/// Accepts one connection; returns it with a time, in [`boot_ticks`], at which it was waiting already.
+/// Accepts one connection; also returns a time, in [`boot_ticks`], at which it was already waiting.
 async fn accept_one(listener: &UnixListener) -> io::Result<(UnixStream, Option<u64>)> {
     poll_fn(|context| {
         let waiting_at = boot_ticks();
@@ -441,7 +441,7 @@ async fn accept_one(listener: &UnixListener) -> io::Result<(UnixStream, Option<u
     .await
 }
 
-/// Accepts connections of one socket until the server ends. Connections above the limits are closed at once.
+/// Accepts connections of one socket until the server ends; closes those above the limits at once.
 async fn accept(
     listener: UnixListener,
     slots: Slots,
@@ -457,7 +457,7 @@ async fn accept(
         let (stream, waiting_at) = match stream {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of file descriptors, as a rule; the next one may be closed soon.
+                // Usually out of file descriptors; one may be closed soon.
                 warn!(%error, "cannot accept a gRPC connection");
                 tokio::time::sleep(ACCEPT_AGAIN_AFTER).await;
                 continue;
@@ -487,8 +487,8 @@ async fn accept(
     }
 }
 
-/// Buffered notices of released leases for each stream; a stream that misses one learns of the end at its next renewal.
+/// Buffered notices of released leases per stream; a stream that misses one learns of the end at its next renewal.
 const GIVEN_BACK_MAX: usize = 64;
 
-/// Connections that wait to be served; more wait in the kernel.
+/// Accepted connections that wait to be served; more wait in the kernel.
 const ACCEPTED_MAX: usize = 16;

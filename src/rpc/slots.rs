@@ -8,7 +8,7 @@ use std::{
 use cotenant_policy::roles::Bounds;
 use cotenant_units::lock::locked;
 
-/// A user, and the process where it is known.
+/// A user, and the process if known.
 pub(super) type Key = (u32, Option<u32>);
 
 /// Counts open connections and streams by process, by user and in total.
@@ -18,7 +18,7 @@ pub(super) struct Slots {
     bounds: Bounds,
 }
 
-/// One that is open; closed when dropped.
+/// One of them; freed on drop.
 #[derive(Debug)]
 pub(super) struct Slot {
     open: Arc<Mutex<BTreeMap<Key, u64>>>,
@@ -33,7 +33,7 @@ impl Slots {
         }
     }
 
-    /// Opens one more, or returns the limit that forbids it.
+    /// Opens one more, or returns the exhausted limit.
     pub(super) fn open(&self, key: Key) -> Result<Slot, u64> {
         let mut open = locked(&self.open);
         let (mut of_user, mut total) = (0u64, 0u64);

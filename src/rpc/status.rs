@@ -1,4 +1,4 @@
-//! Errors as clients see them: a code, a sentence, and details that a program can read.
+//! Errors for clients: a code, a message, and machine-readable details.
 //!
 //! | situation | code | reason | details |
 //! |---|---|---|---|
@@ -27,8 +27,8 @@
 //! | the engine failed | INTERNAL | `ENGINE_LOST` | |
 //! | the engine failed, and no retry cures it | FAILED_PRECONDITION | `MODEL_FAILED` | |
 //!
-//! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers, and `hint` where the
-//! caller can do something about a denial.
+//! All have an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers, and `hint` if
+//! the caller can remedy a denial.
 
 use std::{collections::HashMap, fmt::Display, time::Duration};
 
@@ -43,7 +43,7 @@ use cotenant_units::Bytes;
 /// Domain of every ErrorInfo.
 pub const DOMAIN: &str = "cotenant";
 
-/// A call that the services themselves refuse, before or after the arbiter.
+/// A call refused by the services themselves, before or after the arbiter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
     /// The role of the peer does not cover the call.
@@ -57,10 +57,10 @@ pub enum CallError {
         role: String,
         /// Required role.
         needed: String,
-        /// The key of the configuration that gives it.
+        /// The configuration key that grants it.
         remedy: String,
     },
-    /// The deadline that the client set has passed.
+    /// The client's deadline has passed.
     #[error("no answer within the {} ms that the client allows", .allowed.as_millis())]
     DeadlinePassed {
         /// The client's timeout.
@@ -69,14 +69,14 @@ pub enum CallError {
     /// A field of the request.
     #[error("{field}: `{value}` {problem}")]
     InvalidField {
-        /// Its name.
+        /// Name of the field.
         field: &'static str,
         /// Its value, shortened.
         value: String,
         /// `is not above zero`.
         problem: String,
     },
-    /// A request by the name of a worker, by another process.
+    /// A request under the name of a worker, by another process.
     #[error(
         "cannot grant a lease to `{worker}`: it is a worker, {}, and {asker} is not of it",
         .runs_as.map_or_else(|| "which has no process yet".to_owned(), |pid| format!("process {pid}"))
@@ -84,12 +84,12 @@ pub enum CallError {
     NotTheWorker {
         /// The worker.
         worker: String,
-        /// Its process, when it has one.
+        /// Its process, if running.
         runs_as: Option<u32>,
-        /// The caller, `process 7`, or that the kernel does not identify it.
+        /// The caller, `process 7`, or a note that the kernel does not identify it.
         asker: String,
     },
-    /// A request by another name than that of the worker which the process is of.
+    /// A request of a worker's process under another name.
     #[error(
         "cannot grant a lease to `{tenant}`: {asker} is of worker `{worker}`, process {runs_as}, and is measured with it; \
          what it needs is part of that worker's `memory`, or asked for by its name with `lease: own`"
@@ -111,33 +111,33 @@ pub enum CallError {
     NotTheHolder {
         /// The lease.
         lease: String,
-        /// `process 7`, or that the kernel does not tell.
+        /// `process 7`, or a note that the kernel does not identify it.
         holder: String,
         /// The caller, in the form of `holder`.
         caller: String,
     },
-    /// The lease is of another run of the supervisor.
+    /// The lease belongs to another run of the supervisor.
     #[error(
         "lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease"
     )]
     BootIdChanged {
         /// The lease.
         lease: String,
-        /// As given.
+        /// Run in the request.
         given: String,
-        /// As it is.
+        /// Current run.
         current: String,
     },
     /// No such lease.
     #[error("lease `{lease}` is unknown or has ended")]
     UnknownLease {
-        /// As the caller named it.
+        /// Name in the request.
         lease: String,
     },
     /// No such worker.
     #[error("worker `{worker}` is unknown: there are {known}")]
     UnknownWorker {
-        /// As the caller named it.
+        /// Name in the request.
         worker: String,
         /// Existing names.
         known: String,
@@ -153,19 +153,19 @@ pub enum CallError {
     /// The client did not read its stream.
     #[error("the client has not read its stream for {} s", .patience.as_secs())]
     ReaderStalled {
-        /// How long it may.
+        /// Permitted time without reading.
         patience: Duration,
     },
-    /// The configuration file cannot be used; the running one stays in force.
+    /// The configuration file cannot be used; the current configuration stays in force.
     #[error("{report}")]
     ConfigInvalid {
-        /// Every fault, with its place and remedy.
+        /// All faults, with place and remedy.
         report: String,
     },
-    /// The daemon ends.
+    /// The daemon is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// The event could not be handed over.
+    /// The event could not be submitted.
     #[error(transparent)]
     NotSubmitted(#[from] SubmitError),
     /// The arbiter's response does not match the request.
@@ -176,7 +176,7 @@ pub enum CallError {
     },
 }
 
-/// A caller for people; callers over TCP have no user here.
+/// A caller for messages; remote callers have no user id here.
 fn caller(uid: &u32) -> String {
     match *uid {
         u32::MAX => "this client".to_owned(),
@@ -184,7 +184,7 @@ fn caller(uid: &u32) -> String {
     }
 }
 
-/// The status of a call with a mismatched response of the arbiter.
+/// The status for an answer of the arbiter that does not match the request.
 pub(super) fn unfit(call: &'static str) -> Status {
     CallError::UnfitAnswer { call }.into()
 }
@@ -422,7 +422,7 @@ pub fn refused(refusal: Refusal) -> Status {
             .with("prompt_tokens", prompt)
             .with("context_tokens", limit)
             .bad_request("input", message.as_str()),
-        // Not INVALID_ARGUMENT, which clients take for final.
+        // Not INVALID_ARGUMENT, which clients treat as permanent.
         R::KvCapacityShed {
             model,
             prompt,
@@ -529,7 +529,7 @@ impl<'a> Builder<'a> {
             .bad_request(field, &format!("{}{problem}", quoted(value)))
     }
 
-    /// Names the missing resource, also as a figure under its kind.
+    /// Names the missing resource, also in the metadata under its kind.
     fn resource(mut self, kind: &str, name: &str) -> Self {
         self.details
             .set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
@@ -557,7 +557,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// The proto's name of a field of policy.
+/// The proto name of a field of policy.
 fn proto_field(field: &str) -> &str {
     match field {
         "max" => "max_bytes",
@@ -576,12 +576,12 @@ pub(super) fn shorten(text: &str, limit: usize) -> String {
     format!("{}…", text.split_at(cut).0)
 }
 
-/// Longest message or figure. It travels up to four times in one trailer, once more by a third in base64, and clients
-/// refuse trailers above 8 KiB (gRPC core: `grpc.max_metadata_size`).
+/// Longest message or figure. A trailer contains it up to four times, enlarged by a third in base64, and clients refuse
+/// trailers above 8 KiB (gRPC core: `grpc.max_metadata_size`).
 const MESSAGE_MAX: usize = 1024;
 
-/// When to try again where the decision gives no time: a shed and its verification take less (our choice).
+/// Retry delay if the decision states none: a shed and its verification take less (our choice).
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// When to try again after a restart: `RestartSec=1s` of the unit, and as much again to start (our choice).
+/// Retry delay after a restart: `RestartSec=1s` of the unit, and as much again to start (our choice).
 const RESTART_AFTER: Duration = Duration::from_secs(2);

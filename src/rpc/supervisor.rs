@@ -17,46 +17,45 @@ use cotenant_policy::{
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 
-/// The daemon's interface for the services. Nothing here blocks.
+/// The daemon's interface for the services. No method blocks.
 pub trait Supervisor: Send + Sync + 'static {
-    /// Names this run of the daemon; leases and sequences of another run mean nothing in this one.
+    /// Identifies this run of the daemon; leases and sequences of other runs are invalid in it.
     fn boot_id(&self) -> &str;
 
-    /// Whether leases of that run continue in this one: those of this run, and of earlier ones that were taken over.
+    /// Whether leases of that run are valid in this one: those of this run, and of earlier runs that were taken over.
     fn continues(&self, boot_id: &str) -> bool {
         boot_id == self.boot_id()
     }
 
-    /// The time, since the start and by the wall clock.
+    /// The current time, monotonic and by the wall clock.
     fn now(&self) -> (Timestamp, SystemTime);
 
     /// A unique ticket.
     fn ticket(&self) -> Ticket;
 
-    /// Hands an event to the arbiter. The answer to `answer`'s ticket, if any, is sent to its channel; the caller
-    /// drops the receiver when it does not wait any more, which must not disturb the daemon.
+    /// Submits an event to the arbiter. The answer to `answer`'s ticket, if any, is sent to its channel; a caller that
+    /// stops waiting drops the receiver.
     ///
     /// # Errors
-    /// [`SubmitError::Full`] when the arbiter's inbox is at its bound, [`SubmitError::Stopped`] when it is gone.
+    /// [`SubmitError::Full`] if the arbiter's inbox is full, [`SubmitError::Stopped`] if it has ended.
     fn submit(
         &self,
         event: Event,
         answer: Option<(Ticket, oneshot::Sender<Answer>)>,
     ) -> Result<(), SubmitError>;
 
-    /// Has the configuration read again. The outcome is the keys that have changed, or why nothing has.
+    /// Reloads the configuration. The outcome is the changed keys, or the reason for no change.
     ///
     /// # Errors
-    ///
-    /// As [`submit`](Self::submit).
+    /// As for [`submit`](Self::submit).
     fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
         Err(SubmitError::Stopped)
     }
 
-    /// The state, and every change of it.
+    /// The current state and its changes.
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
 
-    /// Notices for tenants, from now on.
+    /// Future notices for tenants.
     fn notices(&self) -> broadcast::Receiver<Notice>;
 
     /// The last lines of the journal.
@@ -71,20 +70,20 @@ pub trait Supervisor: Send + Sync + 'static {
         None
     }
 
-    /// Fills in values outside of the snapshot: locked memory, the counts of the emergency reserve, the next shed, running
+    /// Sets values outside of the snapshot: locked memory, counters of the emergency reserve, the next shed, running
     /// answers, the engine's load, sequences and command gap, and the confinement of each worker.
     fn complete(&self, _status: &mut v1::GetStatusResponse) {}
 }
 
-/// Why a process cannot have a lease by some name, whatever is free.
+/// Reason why a process cannot have a lease with some name, regardless of free memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bar {
-    /// The name is a worker's, and the process is not of it.
+    /// The name belongs to a worker that does not include the process.
     NotTheWorker {
-        /// The worker's process, when it has one.
+        /// The worker's process, if running.
         runs_as: Option<u32>,
     },
-    /// The process is of a worker, and measured with it: by another lease it would count twice.
+    /// The process is measured with a worker: it would count twice with another lease.
     OfWorker {
         /// Its name.
         worker: String,
@@ -93,44 +92,44 @@ pub enum Bar {
     },
 }
 
-/// An event could not be handed over.
+/// An event could not be submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// The inbox is at its bound.
+    /// The inbox is full.
     #[error("the inbox of the arbiter is full")]
     Full,
-    /// The arbiter is gone.
+    /// The arbiter has ended.
     #[error("the arbiter has stopped")]
     Stopped,
 }
 
-/// Something that the holder of a lease is notified of: the actions `SetTarget` and `EndLease`.
+/// A notice for the holder of a lease: the actions `SetTarget` and `EndLease`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// Come down to a target.
+    /// Shrink to a target.
     Target {
-        /// Which lease.
+        /// Lease to shrink.
         lease: LeaseId,
-        /// Names the target.
+        /// Identifies the target.
         nonce: u64,
         /// Bytes that the holder may keep.
         bytes: Bytes,
-        /// By when.
+        /// Deadline.
         deadline: Timestamp,
-        /// Why, with figures.
+        /// Reason, with figures.
         reason: String,
     },
     /// The lease has ended.
     Ended {
-        /// Which.
+        /// The ended lease.
         lease: LeaseId,
-        /// Why, with figures.
+        /// Reason, with figures.
         reason: String,
     },
 }
 
 impl Notice {
-    /// The lease that the notice is about.
+    /// The lease of the notice.
     #[must_use]
     pub const fn lease(&self) -> LeaseId {
         match self {
@@ -141,8 +140,8 @@ impl Notice {
 
 /// The last lines of the journal in memory, for any number of readers at their own pace.
 ///
-/// A reader costs nothing while it does not read: it remembers a number, and learns how many lines it has missed. The
-/// lines are kept without the run's `boot_id`, which is added when they are sent.
+/// A reader costs nothing while it does not read: it keeps a number, and is given the number of missed lines. Lines are
+/// stored without the run's `boot_id`, which is added when they are sent.
 #[derive(Debug)]
 pub struct EventLog {
     kept: Mutex<Kept>,
@@ -155,22 +154,22 @@ pub struct EventLog {
 pub struct Page {
     /// The lines, in order.
     pub records: Vec<Arc<v1::JournalEntry>>,
-    /// Lines between the requested number and the first of `records` that are no longer kept.
+    /// Lines between the requested number and the first of `records` that were evicted.
     pub missed: u64,
 }
 
-/// The lines that are kept, and where they begin.
+/// The stored lines, and their start.
 #[derive(Debug, Default)]
 struct Kept {
     records: VecDeque<Arc<v1::JournalEntry>>,
-    /// Bytes of their texts.
+    /// Bytes of their text.
     bytes: usize,
-    /// Number of the last line that made place for another one.
+    /// Number of the last evicted line.
     gone_up_to: u64,
 }
 
 impl EventLog {
-    /// An empty log that keeps the last `capacity` lines, as far as their texts take no more than 4 MiB.
+    /// An empty log of the last `capacity` lines, with at most 4 MiB of text.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self {
@@ -180,7 +179,7 @@ impl EventLog {
         }
     }
 
-    /// Adds a line; the oldest one makes place for it.
+    /// Adds a line; evicts the oldest ones above the bounds.
     pub fn push(&self, record: v1::JournalEntry) {
         let sequence = record.sequence;
         {
@@ -213,12 +212,12 @@ impl EventLog {
                 .take(limit)
                 .cloned()
                 .collect(),
-            // Numbers that were never here, such as those of samples, are not missed.
+            // Numbers without a line, such as those of samples, are not missed.
             missed: kept.gone_up_to.saturating_sub(sequence),
         }
     }
 
-    /// The number of the last line, and every change of it.
+    /// The number of the last line, and its changes.
     #[must_use]
     pub fn last_sequence(&self) -> watch::Receiver<u64> {
         self.last.subscribe()
@@ -229,8 +228,7 @@ const fn text_bytes(record: &v1::JournalEntry) -> usize {
     record.name.len() + record.summary.len() + record.body_json.len()
 }
 
-/// Greatest size of the texts of all lines: a line has some 500 bytes, and one with a whole ledger of leases some 100
-/// KiB.
+/// Maximum text of all lines: a line has some 500 bytes, one with a whole ledger of leases some 100 KiB.
 const BYTES_MAX: usize = 4 << 20;
 
 #[cfg(test)]
@@ -253,7 +251,7 @@ mod tests {
             page.records.len()
         );
         assert_eq!(page.missed, 100 - page.records.len() as u64);
-        // A line larger than the bound is kept alone.
+        // A line larger than the bound is stored alone.
         log.push(v1::JournalEntry {
             body_json: "x".repeat(5 << 20),
             ..record(101)

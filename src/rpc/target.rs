@@ -1,8 +1,8 @@
 //! Evaluation of answers to targets: applied, deferred, stale, conflict, refused.
 //!
-//! A target is distinguished from those before it by its nonce, which rises, and by its bytes. An answer counts for the
-//! newest target only, and once: said again it gives the same verdict and changes nothing, and what has been applied
-//! stays applied, for the measurement has the last word. After kvcached's revisions of a memory limit.
+//! A target is identified by its rising nonce and its bytes. Only the first answer to the newest target counts: a
+//! repetition returns the same verdict without effect, and an applied target stays applied, because the measurement
+//! decides. After kvcached's revisions of a memory limit.
 
 use cotenant_policy::lease::{Target, TargetAnswer};
 use cotenant_units::Bytes;
@@ -10,30 +10,30 @@ use cotenant_units::Bytes;
 /// The verdict on an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
-    /// The holder says that the bytes are back.
+    /// The holder reports the memory as returned.
     Applied,
-    /// Accepted, and more is still in use.
+    /// Accepted, but more is still in use.
     Deferred,
-    /// The answer is to a target that has been replaced, or is over.
+    /// The answer is to a target that was replaced or has ended.
     Stale,
-    /// The answer names a target that was never sent, or the right one with other bytes.
+    /// The answer names a target that was never sent, or other bytes.
     Conflict,
-    /// The holder cannot or will not.
+    /// The holder refuses.
     Refused,
 }
 
-/// A verdict on an answer, and what of it is new.
+/// A verdict, and its effect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Receipt {
     /// The verdict.
     pub verdict: Verdict,
-    /// Why: an identifier, or the holder's own words.
+    /// Reason: an identifier, or the holder's text.
     pub reason: String,
-    /// For the arbiter, if it is new to it.
+    /// The answer for the arbiter, if new.
     pub pass_on: Option<TargetAnswer>,
 }
 
-/// The newest target that a holder was sent, and what it has answered to it.
+/// The newest target sent to a holder, and its answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SentTarget {
     newest: Option<Target>,
@@ -41,9 +41,9 @@ pub struct SentTarget {
 }
 
 impl SentTarget {
-    /// Takes note of a target; returns whether it is a new one.
+    /// Records a target; returns whether it is new.
     pub fn learn(&mut self, target: Option<&Target>) -> bool {
-        // Zero names no target: the lease is ending.
+        // A nonce of zero means no target: the lease is ending.
         let Some(target) = target.filter(|target| target.nonce != 0) else {
             return false;
         };
@@ -59,7 +59,7 @@ impl SentTarget {
         true
     }
 
-    /// Judges an answer that names the target `nonce` with `bytes`.
+    /// Evaluates an answer to the target `nonce` with `bytes`.
     pub fn receive(&mut self, nonce: u64, bytes: Bytes, answer: TargetAnswer) -> Receipt {
         let without_effect = |verdict, reason: &str| Receipt {
             verdict,

@@ -13,10 +13,10 @@ use super::{
     wyoming::AudioFormat,
 };
 
-/// Samples per second that recognisers take.
+/// Sample rate of recognisers.
 pub const ASR_RATE_HZ: u32 = 16_000;
 
-/// Samples per second of OpenAI's `pcm` format, which LiveKit and Pipecat read without asking.
+/// Sample rate of OpenAI's `pcm` format, assumed by LiveKit and Pipecat.
 pub const TTS_RATE_HZ: u32 = 24_000;
 
 /// One channel of 16-bit samples.
@@ -39,7 +39,7 @@ pub struct MonoAudio {
 }
 
 impl MonoAudio {
-    /// These samples at this rate.
+    /// Samples at this rate.
     #[must_use]
     pub const fn new(sample_rate_hz: u32, samples: Vec<i16>) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl MonoAudio {
         self.samples.extend(back);
     }
 
-    /// How long it plays.
+    /// Playing time.
     #[must_use]
     pub fn duration(&self) -> Duration {
         duration_of(
@@ -68,10 +68,10 @@ impl MonoAudio {
         )
     }
 
-    /// The same at another rate.
+    /// Converts to another rate.
     ///
     /// # Errors
-    /// When either rate is outside the supported range.
+    /// If either rate is outside the supported range.
     pub fn resampled(self, sample_rate_hz: u32) -> Result<Self, AudioError> {
         if sample_rate_hz == self.sample_rate_hz {
             return Ok(self);
@@ -82,10 +82,10 @@ impl MonoAudio {
         Ok(Self::new(sample_rate_hz, samples))
     }
 
-    /// A WAV file of it.
+    /// Encodes a WAV file.
     ///
     /// # Errors
-    /// When it does not fit the 4 GiB of a WAV file, or has no rate.
+    /// If it exceeds the 4 GiB of a WAV file, or has no rate.
     pub fn to_wav(&self) -> Result<Vec<u8>, AudioError> {
         if self.sample_rate_hz == 0 {
             return Err(AudioError::Rate { rate_hz: 0 });
@@ -118,9 +118,9 @@ pub fn pcm_bytes(samples: &[i16]) -> Vec<u8> {
         .collect()
 }
 
-/// Header of a 16-bit mono WAV file whose length is not known yet.
+/// Header of a 16-bit mono WAV file of unknown length.
 ///
-/// Both lengths are given as 2^32−1, as `ffmpeg` does when it writes to a pipe; [`parse_wav`] reads that.
+/// Both lengths are 2^32−1, as written by `ffmpeg` to pipes; [`parse_wav`] accepts that.
 #[must_use]
 pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
     let unknown = u32::MAX.to_le_bytes();
@@ -140,14 +140,14 @@ pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
     header
 }
 
-/// Reads a WAV file of 8, 16, 24 or 32 bits, 32 or 64 bits of floating point, A-law or mu-law, of any rate and number
-/// of channels, as mono.
+/// Reads a WAV file as mono: 8, 16, 24 or 32 bits, 32 or 64 bits of floating point, A-law or mu-law, any rate and
+/// number of channels.
 ///
-/// A data length that means "not known yet" (0 or nearly 2^31 or 2^32) extends to the end of the file. A file without
-/// samples is not an error: it is silence.
+/// A data length that means "unknown" (0 or nearly 2^31 or 2^32) extends to the end of the file. A file without samples
+/// is silence, not an error.
 ///
 /// # Errors
-/// When it is not a WAV file, is truncated, plays longer than `limit`, or has an unsupported rate.
+/// If it is not a WAV file, is truncated, exceeds `limit`, or has an unsupported rate.
 pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
     let mut samples = Vec::new();
     let sample_rate_hz = read_wav(file, limit, |_rate_hz, block| {
@@ -157,10 +157,7 @@ pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> 
     Ok(MonoAudio::new(sample_rate_hz, samples))
 }
 
-/// The same in blocks, each with the rate; returns the rate.
-///
-/// # Errors
-/// As [`parse_wav`], and when `take` fails.
+/// The same in blocks, each with the rate; returns the rate. Also fails if `take` does.
 pub(super) fn read_wav(
     file: &[u8],
     limit: Duration,
@@ -223,7 +220,7 @@ pub(super) fn read_wav(
     blocks.end()
 }
 
-/// Samples of a file, handed on as mono in blocks.
+/// Passes samples of a file on as mono blocks.
 struct Blocks<F> {
     rate_hz: u32,
     mixer: Mixer,
@@ -240,7 +237,7 @@ impl<F: FnMut(u32, &[i16]) -> Result<(), AudioError>> Blocks<F> {
         })
     }
 
-    /// Takes the next sample, in the range of 16 bits.
+    /// Adds a sample, in the range of 16 bits.
     fn push(&mut self, sample: i32) -> Result<(), AudioError> {
         self.mixer.push(sample);
         if self.mixer.samples.len() < WAV_BLOCK_FRAMES {
@@ -251,16 +248,16 @@ impl<F: FnMut(u32, &[i16]) -> Result<(), AudioError>> Blocks<F> {
         taken
     }
 
-    /// Hands on the last block; returns the rate.
+    /// Passes on the last block; returns the rate.
     fn end(mut self) -> Result<u32, AudioError> {
         (self.take)(self.rate_hz, &self.mixer.samples)?;
         Ok(self.rate_hz)
     }
 }
 
-/// Turns raw little-endian PCM that comes in pieces into mono samples.
+/// Converts raw little-endian PCM to mono samples, piece by piece.
 ///
-/// Pieces may end within a sample or frame; the rest waits for the next one.
+/// Pieces may end within a sample or frame; the remainder is kept.
 #[derive(Debug)]
 pub struct PcmDecoder {
     format: AudioFormat,
@@ -271,7 +268,7 @@ impl PcmDecoder {
     /// A decoder of this format.
     ///
     /// # Errors
-    /// When the format has no channels, a width other than 1 … 4 bytes, or a rate that is not supported.
+    /// If the format has no channels, a width other than 1 … 4 bytes, or an unsupported rate.
     pub fn new(format: AudioFormat) -> Result<Self, AudioError> {
         supported_rate(format.rate)?;
         if format.channels == 0 || !(1..=4).contains(&format.width) {
@@ -286,13 +283,13 @@ impl PcmDecoder {
         })
     }
 
-    /// Format that it decodes.
+    /// The input format.
     #[must_use]
     pub const fn format(&self) -> AudioFormat {
         self.format
     }
 
-    /// The samples of all whole frames so far.
+    /// Returns the samples of all complete frames so far.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<i16> {
         let width = usize::from(self.format.width);
         let frame = width * usize::from(self.format.channels);
@@ -305,7 +302,7 @@ impl PcmDecoder {
             .unwrap_or_default()
             .chunks_exact(width)
         {
-            // The bytes become the high ones of 32 bits, so the sign is right in every width.
+            // The bytes become the high ones of 32 bits, which preserves the sign of any width.
             let value = sample
                 .iter()
                 .fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
@@ -316,38 +313,38 @@ impl PcmDecoder {
     }
 }
 
-/// Why audio cannot be used.
+/// Reason why audio cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AudioError {
-    /// It is not a WAV file, or one of a kind that is not read.
+    /// It is not a WAV file, or one of an unsupported kind.
     #[error("not a readable WAV file")]
     Wav(#[source] hound::Error),
-    /// Its samples are coded in a way that is not read.
+    /// Its samples have an unsupported coding.
     #[error(
         "WAV samples of the coding {coding:#06x} are not read: they are PCM, floating point, A-law or µ-law"
     )]
     Coding {
-        /// Its number in the file.
+        /// Number of the coding in the file.
         coding: u16,
     },
-    /// The file ends too early.
+    /// The file is truncated.
     #[error("WAV file is cut short: it declares {declared} bytes of audio and has {present}")]
     Truncated {
-        /// Bytes of audio by its header.
+        /// Bytes of audio according to its header.
         declared: u64,
-        /// Bytes that are there.
+        /// Bytes in the file.
         present: u64,
     },
-    /// It plays too long.
+    /// It is too long.
     #[error("audio of {:.1} s is longer than the limit of {:.1} s", duration.as_secs_f64(), limit.as_secs_f64())]
     TooLong {
-        /// How long it plays.
+        /// Its duration.
         duration: Duration,
-        /// How long it may.
+        /// The limit.
         limit: Duration,
     },
-    /// It does not fit a WAV file.
+    /// It exceeds a WAV file.
     #[error("audio of {bytes} bytes does not fit the 4294967295 of a WAV file")]
     TooManyBytes {
         /// Its size.
@@ -369,61 +366,61 @@ pub enum AudioError {
         /// Bytes per sample.
         width: u16,
     },
-    /// Its rate could not be changed.
+    /// Its rate could not be converted.
     #[error(transparent)]
     Resample(#[from] ResampleError),
-    /// There is nothing in it.
+    /// The file is empty.
     #[error("the file is empty")]
     Empty,
-    /// It is in a format that there is no reader for.
+    /// Its format has no decoder.
     #[error("the file is {format}, which is not read")]
     NotRead {
-        /// Its name.
+        /// Name of the format.
         format: &'static str,
     },
-    /// Its format is not known.
+    /// Its format is unknown.
     #[error("the file is in no known format, its first bytes are `{first}`")]
     UnknownFormat {
-        /// In hexadecimal.
+        /// First bytes, in hexadecimal.
         first: String,
     },
-    /// Its headers or packets cannot be read.
+    /// Its headers or packets are invalid.
     #[error("the {format} file cannot be read")]
     Container {
-        /// The name of its format.
+        /// Name of the format.
         format: &'static str,
         /// Cause.
         source: symphonia::core::errors::Error,
     },
-    /// There is no sound in it.
+    /// It has no audio track.
     #[error("the {format} file has no audio track, or one in a coding that is not read")]
     NoTrack {
-        /// The name of its format.
+        /// Name of the format.
         format: &'static str,
     },
-    /// Its sound is coded in a way that is not read.
+    /// Its audio track has an unsupported coding.
     #[error("the audio track of the {format} file is in a coding that is not read")]
     TrackCoding {
-        /// The name of its format.
+        /// Name of the format.
         format: &'static str,
         /// Cause.
         source: symphonia::core::errors::Error,
     },
-    /// It plays too long; its header does not have the length.
+    /// It is too long, without a length in its header.
     #[error("audio is longer than the limit of {:.1} s", limit.as_secs_f64())]
     Longer {
-        /// How long it may play.
+        /// The limit.
         limit: Duration,
     },
     /// The file ends within a packet.
     #[error("the file is cut short")]
     CutShort,
-    /// Too much of it cannot be decoded.
+    /// Too many packets are damaged.
     #[error("{damaged} of {packets} packets are damaged")]
     Damaged {
-        /// Packets that cannot be decoded.
+        /// Damaged packets.
         damaged: usize,
-        /// Packets until then.
+        /// Packets so far.
         packets: usize,
     },
     /// An Opus stream without the header that a decoder requires.
@@ -432,10 +429,10 @@ pub enum AudioError {
     /// Surround sound.
     #[error("Opus of more than two channels is not read")]
     OpusChannels,
-    /// The decoder cannot be made.
+    /// The decoder cannot be created.
     #[error("cannot decode Opus")]
     Opus(#[source] opus_pure::Error),
-    /// The samples could not be handed on.
+    /// The samples could not be passed on.
     #[error("cannot hand on the samples")]
     Handed(#[source] io::Error),
 }
@@ -458,7 +455,7 @@ impl Mixer {
         }
     }
 
-    /// Takes the next sample, in the range of 16 bits.
+    /// Adds a sample, in the range of 16 bits.
     pub(super) fn push(&mut self, sample: i32) {
         self.sum += i64::from(sample);
         self.seen += 1;
@@ -475,20 +472,19 @@ impl Mixer {
 struct Chunk {
     /// Offset of its length field.
     length_at: usize,
-    /// Its length as written.
+    /// Length in the file.
     declared: u32,
     /// Bytes from its start to the end of the file.
     present: u64,
 }
 
 impl Chunk {
-    /// Offset of its contents.
     const fn body(self) -> usize {
         self.length_at + 4
     }
 }
 
-/// The first chunk of a kind; `None` when the file is too short or not RIFF, which `hound` then explains.
+/// The first chunk of a kind; `None` if the file is too short or not RIFF, for which `hound` has the error.
 fn chunk(file: &[u8], wanted: [u8; 4]) -> Option<Chunk> {
     if file.get(..4)? != b"RIFF" {
         return None;
@@ -509,18 +505,18 @@ fn chunk(file: &[u8], wanted: [u8; 4]) -> Option<Chunk> {
     }
 }
 
-/// Whether a length means "not known yet": 0 before audio, or 2^31 or close to it or to 2^32 as `arecord`, `sox` and
-/// `ffmpeg` write it to pipes, and more than the file has.
+/// Whether a length means "unknown": 0 before audio, or a value close to 2^31 or 2^32 beyond the file, as written by
+/// `arecord`, `sox` and `ffmpeg` to pipes.
 fn is_open_ended(data: Chunk) -> bool {
     let nearly = |power: u64| (power - (1 << 12)..=power).contains(&u64::from(data.declared));
     data.present > 0 && data.declared == 0
         || u64::from(data.declared) > data.present && (nearly(1 << 31) || nearly(1 << 32))
 }
 
-/// The file up to its samples, with the length that its data chunk has, in whole frames.
+/// The file up to its samples, with the actual length in its data chunk, in whole frames.
 fn with_length(file: &[u8], data: Chunk) -> Vec<u8> {
     let mut header = file.get(..data.length_at).unwrap_or_default().to_vec();
-    // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
+    // The frame size is the penultimate field of the format chunk, which comes first in such files.
     let frame = file
         .get(32..)
         .and_then(<[u8]>::first_chunk)
@@ -561,7 +557,7 @@ fn duration_of(frames: u64, rate_hz: u32) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
 }
 
-/// An integer sample of `bits` bits in the range of 16.
+/// Scales an integer sample of `bits` bits to 16.
 fn scaled_to_16_bits(sample: i32, bits: u32) -> i32 {
     match bits {
         16 => sample,
@@ -574,16 +570,16 @@ fn saturated(sample: i64) -> i16 {
     i16::try_from(sample).unwrap_or(if sample < 0 { i16::MIN } else { i16::MAX })
 }
 
-/// Lowest rate that is read: a quarter of telephone speech.
+/// Lowest supported rate: a quarter of telephone speech.
 pub const RATE_MIN_HZ: u32 = 2_000;
 
-/// Highest rate that is read: the fastest of studio converters.
+/// Highest supported rate: that of the fastest studio converters.
 pub const RATE_MAX_HZ: u32 = 384_000;
 
-/// Frames of a WAV file that are read at once.
+/// Frames of a WAV file per block.
 const WAV_BLOCK_FRAMES: usize = 4096;
 
-/// Length of the header that `hound` and [`wav_stream_header`] write.
+/// Length of the header written by `hound` and [`wav_stream_header`].
 const WAV_HEADER_BYTES: usize = 44;
 
 #[cfg(test)]
@@ -693,10 +689,10 @@ mod tests {
         let samples = [1i16, -2, 3];
         let mut streamed = wav_stream_header(24_000);
         streamed.extend(pcm_bytes(&samples));
-        // As ffmpeg, espeak-ng, arecord and some servers write it.
+        // As written by ffmpeg, espeak-ng, arecord and some servers.
         for length in [u32::MAX, 0x7fff_f000, 0x8000_0000, 0] {
             streamed[40..44].copy_from_slice(&length.to_le_bytes());
-            // The stream may have been cut within a sample.
+            // The stream may be truncated within a sample.
             for tail in [0, 1] {
                 let mut file = streamed.clone();
                 file.extend(std::iter::repeat_n(9, tail));

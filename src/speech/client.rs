@@ -66,31 +66,31 @@ impl FromStr for Endpoint {
     }
 }
 
-/// A text that is not an [`Endpoint`].
+/// The text is not an [`Endpoint`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is neither `unix:///path` nor `tcp://host:port`")]
 pub struct EndpointError {
     text: String,
 }
 
-/// How long each step may take.
+/// Time limits of each step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientTimeouts {
     /// To connect.
     pub connect: Duration,
-    /// For `describe` and `ping`, to write and to be answered.
+    /// For `describe` and `ping`: to write the request and read the answer.
     pub describe: Duration,
-    /// From the last audio to the transcript, and for any audio to be taken.
+    /// From the last audio to the transcript, and for sending each piece of audio.
     pub transcribe: Duration,
-    /// Between any two messages of a spoken text.
+    /// Between two messages of speech.
     pub synthesize: Duration,
-    /// To switch to another size, which may load a model.
+    /// For switching to another variant, which may load a model.
     pub resize: Duration,
 }
 
 impl Default for ClientTimeouts {
-    /// Home Assistant gives `describe` 1 s; LiveKit gives STT and TTS 30 s and 10 s to connect, which on one machine
-    /// is 2 s; a model that is read from a cold SD card takes some seconds.
+    /// Home Assistant allows 1 s for `describe`; LiveKit 30 s for STT and TTS, and 10 s to connect, for which 2 s
+    /// suffice on one machine; loading a model from a cold SD card takes some seconds.
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(2),
@@ -105,7 +105,7 @@ impl Default for ClientTimeouts {
 /// Transcript of a recogniser.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Heard {
-    /// The text; empty when nothing was heard.
+    /// The text; empty if no speech was recognised.
     pub text: String,
     /// Its language, if the server sends it: `en`.
     pub language: Option<String>,
@@ -120,7 +120,7 @@ pub struct WyomingClient {
 }
 
 impl WyomingClient {
-    /// A client; connects with each request.
+    /// A client that connects for each request.
     #[must_use]
     pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
         Self {
@@ -133,7 +133,7 @@ impl WyomingClient {
     /// The description of the server.
     ///
     /// # Errors
-    /// When it cannot be reached, does not answer in time, or answers something else.
+    /// If it cannot be reached, does not reply in time, or replies with an unexpected event.
     pub async fn describe(&self) -> Result<Info, ClientError> {
         let reply = self
             .exchange(
@@ -148,10 +148,7 @@ impl WyomingClient {
         Ok(reply)
     }
 
-    /// Checks that the server responds.
-    ///
-    /// # Errors
-    /// As [`describe`](Self::describe).
+    /// Checks that the server responds; errors as for [`describe`](Self::describe).
     pub async fn ping(&self) -> Result<(), ClientError> {
         let ping = Event::Ping(Ping::default());
         self.exchange(ping, self.timeouts.describe, |event| {
@@ -163,15 +160,15 @@ impl WyomingClient {
     /// Checks that the server accepts a connection, with any protocol.
     ///
     /// # Errors
-    /// When it cannot be reached.
+    /// If it cannot be reached.
     pub async fn connect_only(&self) -> Result<(), ClientError> {
         self.connect().await.map(drop)
     }
 
-    /// Switches one of our workers to another of its sizes.
+    /// Switches a built-in worker to another variant.
     ///
     /// # Errors
-    /// As [`describe`](Self::describe), and when the worker has no such size or cannot load it.
+    /// As for [`describe`](Self::describe), and if the worker lacks the variant or cannot load it.
     pub async fn resize(&self, variant: &str) -> Result<Resized, ClientError> {
         let resize = Event::Resize(Resize {
             variant: variant.to_owned(),
@@ -183,11 +180,11 @@ impl WyomingClient {
         .await
     }
 
-    /// The transcript of `audio`, from a server set to expect `language`; empty when no speech was recognised. Partial
-    /// transcripts are passed on to `pieces` as they arrive.
+    /// Transcribes `audio` with the expected `language`; empty if no speech was recognised. Partial transcripts are
+    /// sent to `pieces` as they arrive.
     ///
     /// # Errors
-    /// As [`describe`](Self::describe), and when the server refuses.
+    /// As for [`describe`](Self::describe), and if the server refuses.
     pub async fn hear(
         &self,
         audio: &MonoAudio,
@@ -229,10 +226,10 @@ impl WyomingClient {
             )
             .await
         };
-        // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
+        // The server may refuse before it has read all audio; its `error` is more specific than our broken pipe.
         let reported = tokio::sync::Notify::new();
         let receive = async {
-            // Whisper's pieces begin with a space, the first one as well.
+            // Each of Whisper's pieces begins with a space, also the first.
             let mut begun = false;
             loop {
                 match self.receive(&mut reader).await? {
@@ -243,10 +240,10 @@ impl WyomingClient {
                         } else {
                             piece.text.trim_start()
                         };
-                        // One without words is only a sign of life.
+                        // An empty piece is only a sign of life.
                         if let Some(pieces) = pieces.filter(|_| !text.is_empty()) {
                             begun = true;
-                            // The receiver is gone when the request is over, which drops this.
+                            // The receiver is dropped at the end of the request, which also drops this future.
                             let _ = pieces.send(text.to_owned()).await;
                         }
                     }
@@ -285,12 +282,12 @@ impl WyomingClient {
         }
     }
 
-    /// Speaks `text`; returns as soon as the audio begins.
+    /// Synthesises `text`; returns as soon as the audio begins.
     ///
     /// Dropping the returned value closes the connection.
     ///
     /// # Errors
-    /// As [`describe`](Self::describe), and when the server refuses. Later failures come as items.
+    /// As for [`describe`](Self::describe), and if the server refuses. Later failures are items of the stream.
     pub async fn synthesize(
         &self,
         text: &str,
@@ -299,10 +296,7 @@ impl WyomingClient {
         self.speak(text, voice, None).await
     }
 
-    /// The same with one speaker of a multi-speaker voice.
-    ///
-    /// # Errors
-    /// As [`synthesize`](Self::synthesize).
+    /// The same with one speaker of a multi-speaker voice; errors as for [`synthesize`](Self::synthesize).
     pub async fn speak(
         &self,
         text: &str,
@@ -335,7 +329,7 @@ impl WyomingClient {
         let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
         let client = self.clone();
         tokio::spawn(async move {
-            // Held until the end, as some servers take a closed half for the end of the whole connection.
+            // Held until the end, because some servers treat a half-closed connection as closed.
             let _writer = writer;
             loop {
                 let event = tokio::select! {
@@ -367,10 +361,10 @@ impl WyomingClient {
         Ok(SpeechStream::new(format.rate, receiver))
     }
 
-    /// A separate connection for an exchange of several events.
+    /// Opens a separate connection for an exchange of several events.
     ///
     /// # Errors
-    /// When the server cannot be reached.
+    /// If the server cannot be reached.
     pub async fn open(&self) -> Result<Exchange, ClientError> {
         let (reader, writer) = self.connect().await?;
         Ok(Exchange {
@@ -380,7 +374,7 @@ impl WyomingClient {
         })
     }
 
-    /// Sends one event and waits for the answer that `wanted` takes.
+    /// Sends one event and waits for the answer accepted by `wanted`.
     async fn exchange<T>(
         &self,
         request: Event,
@@ -390,7 +384,7 @@ impl WyomingClient {
         let act = act_of(&request);
         let (mut reader, mut writer) = self.connect().await?;
         let talk = async {
-            // A server that closes at once may have sent the reason before, which explains more than our broken pipe.
+            // A server that closes at once may have sent the reason first, which is more specific than our broken pipe.
             let sent = self.send(&mut writer, request, patience).await;
             loop {
                 match (self.receive(&mut reader).await, &sent) {
@@ -493,7 +487,7 @@ impl WyomingClient {
     }
 }
 
-/// A connection on which events go in both directions.
+/// A bidirectional connection.
 pub struct Exchange {
     client: WyomingClient,
     reader: FrameReader<BoxedReader>,
@@ -504,7 +498,7 @@ impl Exchange {
     /// Sends one event.
     ///
     /// # Errors
-    /// When the server does not take it in time, or is gone.
+    /// If the server does not read it in time, or has disconnected.
     pub async fn send(&mut self, event: Event) -> Result<(), ClientError> {
         let patience = self.client.timeouts.transcribe;
         self.client.send(&mut self.writer, event, patience).await
@@ -513,7 +507,7 @@ impl Exchange {
     /// The next event.
     ///
     /// # Errors
-    /// When none comes in time, it is an `error`, or the connection is closed.
+    /// If none arrives in time, it is an `error`, or the connection is closed.
     pub async fn receive(&mut self) -> Result<Event, ClientError> {
         let patience = self.client.timeouts.synthesize;
         match timeout(patience, self.client.receive(&mut self.reader)).await {
@@ -532,7 +526,7 @@ impl fmt::Debug for Exchange {
     }
 }
 
-/// Spoken text as it arrives: mono samples in pieces, or the error that ended it.
+/// Streamed speech: mono samples in pieces, or the error that ended it.
 #[derive(Debug)]
 pub struct SpeechStream {
     sample_rate_hz: u32,
@@ -540,7 +534,6 @@ pub struct SpeechStream {
 }
 
 impl SpeechStream {
-    /// The stream of items from `receiver`.
     pub(super) const fn new(
         sample_rate_hz: u32,
         receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>,
@@ -562,10 +555,10 @@ impl SpeechStream {
         self.receiver.recv().await
     }
 
-    /// All of it, at most `limit` long.
+    /// Collects all of it, at most `limit` long.
     ///
     /// # Errors
-    /// When the server fails or speaks for longer.
+    /// If the server fails or exceeds the limit.
     pub async fn collect(mut self, limit: Duration) -> Result<MonoAudio, ClientError> {
         let mut audio = MonoAudio::new(self.sample_rate_hz, Vec::new());
         while let Some(samples) = self.next().await {
@@ -587,13 +580,13 @@ impl Stream for SpeechStream {
     }
 }
 
-/// How long the speech of a text may be, and may take.
+/// Bounds on the length of speech and on its synthesis.
 #[derive(Debug)]
 pub(super) struct SpokenLength {
     limit: Duration,
     rate: u32,
     samples: u64,
-    /// For how long the server was waited for: a client may take the sound as slowly as it plays.
+    /// Time spent waiting for the server, because a client may read only as fast as the audio plays.
     waited: Duration,
     asked: Instant,
 }
@@ -602,7 +595,7 @@ impl SpokenLength {
     pub(super) fn new(text: &str, speed: f64, sample_rate_hz: u32) -> Self {
         let characters = u32::try_from(text.chars().count()).unwrap_or(u32::MAX);
         let limit = SPOKEN_LEAST.saturating_add(SPOKEN_PER_CHARACTER.saturating_mul(characters));
-        // A voice that speaks slowly takes longer.
+        // A slower voice needs more time.
         let limit =
             Duration::try_from_secs_f64(limit.as_secs_f64() / speed.clamp(SPEED_LEAST, 1.0))
                 .unwrap_or(limit);
@@ -615,10 +608,10 @@ impl SpokenLength {
         }
     }
 
-    /// Takes so many samples more, which were waited for.
+    /// Counts received samples.
     ///
     /// # Errors
-    /// When they are too many for the text, or come too late.
+    /// If they are too many for the text, or too late.
     pub(super) fn take(&mut self, endpoint: &Endpoint, samples: usize) -> Result<(), ClientError> {
         self.samples = self
             .samples
@@ -634,14 +627,14 @@ impl SpokenLength {
         })
     }
 
-    /// How long the next piece may be waited for from now on, where `patience` is for each.
+    /// Time limit for the next piece, at most `patience`.
     pub(super) fn patience(&mut self, patience: Duration) -> Duration {
         self.asked = Instant::now();
         patience.min(self.limit.saturating_sub(self.waited))
     }
 }
 
-/// A server's message as one line of an error.
+/// A server's message, as one line of an error.
 pub(super) fn brief(text: &str) -> String {
     let start: String = text.chars().take(REFUSAL_CHARS_MAX).collect();
     let mut line = start.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -651,7 +644,7 @@ pub(super) fn brief(text: &str) -> String {
     line
 }
 
-/// Why a request to a Wyoming server failed.
+/// Failure of a request to a Wyoming server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
@@ -660,7 +653,7 @@ pub enum ClientError {
     Connect {
         /// Address of the server.
         endpoint: Endpoint,
-        /// Why not.
+        /// Cause.
         #[source]
         source: io::Error,
     },
@@ -671,10 +664,10 @@ pub enum ClientError {
         endpoint: Endpoint,
         /// The step.
         act: &'static str,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
     },
-    /// The connection ended where an answer was due.
+    /// The connection was closed before the answer.
     #[error("`{endpoint}` closed the connection without an answer")]
     Closed {
         /// Address of the server.
@@ -685,11 +678,11 @@ pub enum ClientError {
     Broken {
         /// Address of the server.
         endpoint: Endpoint,
-        /// How.
+        /// Cause.
         #[source]
         source: io::Error,
     },
-    /// The response is not Wyoming.
+    /// The response is not a Wyoming message.
     #[error("`{endpoint}` does not speak Wyoming")]
     Frame {
         /// Address of the server.
@@ -698,7 +691,7 @@ pub enum ClientError {
         #[source]
         source: FrameError,
     },
-    /// The response is Wyoming with wrong fields.
+    /// The response is a Wyoming message with wrong fields.
     #[error("`{endpoint}` sent a wrong event")]
     Event {
         /// Address of the server.
@@ -715,12 +708,12 @@ pub enum ClientError {
         /// Fault of the response.
         problem: String,
     },
-    /// The speech is longer than any that the text can have.
+    /// The speech exceeds any plausible length for the text.
     #[error("`{endpoint}` speaks for more than {:.0} s, which the text cannot take", limit.as_secs_f64())]
     Endless {
         /// Address of the server.
         endpoint: Endpoint,
-        /// The longest that is taken.
+        /// The limit.
         limit: Duration,
     },
     /// The server refuses.
@@ -730,15 +723,15 @@ pub enum ClientError {
         endpoint: Endpoint,
         /// Its reason.
         text: String,
-        /// Its reason for programs, for example `memory-pressure`.
+        /// Its code, for example `memory-pressure`.
         code: Option<String>,
     },
-    /// The audio it sent cannot be used.
+    /// The received audio cannot be used.
     #[error("cannot use the audio")]
     Audio(#[source] AudioError),
 }
 
-/// The verb of a request in "did not … within".
+/// The verb of a request for "did not … within".
 fn act_of(request: &Event) -> &'static str {
     match request {
         Event::Describe => "answer `describe`",
@@ -754,18 +747,18 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Samples per message: 64 ms at 16 kHz, between Home Assistant's 20 ms and the reference tools' 128 ms.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// Shown part of a refusal.
+/// Shown characters of a refusal.
 const REFUSAL_CHARS_MAX: usize = 300;
 const CODE_CHARS_MAX: usize = 64;
 
-/// Our choice: ten times the usual time for a character; numbers and signs are spoken as several words.
+/// Our choice: ten times the usual duration of a character, because numbers and signs are spoken as several words.
 const SPOKEN_PER_CHARACTER: Duration = Duration::from_secs(1);
-/// Our choice: pauses, and a voice that has to be loaded.
+/// Our choice: for pauses, and for loading a voice.
 const SPOKEN_LEAST: Duration = Duration::from_secs(60);
-/// The slowest speed that a client can request.
+/// The slowest speed in requests.
 const SPEED_LEAST: f64 = 0.25;
 
-/// Pieces of audio that wait for the player; then the server waits.
+/// Pieces of audio in the queue of the player; then the server waits.
 pub(super) const QUEUED_CHUNKS: usize = 16;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! WAV samples that `hound` does not read: ITU-T G.711, and 64-bit floating point.
+//! WAV codings that `hound` lacks: ITU-T G.711, and 64-bit floating point.
 
 use super::resample::from_float;
 
@@ -17,13 +17,13 @@ enum Coding {
     Double,
 }
 
-/// The coding by the body of a format chunk, where it is one that nothing here reads.
+/// The coding in a format chunk, if it is unsupported.
 pub(super) fn coding_not_read(chunk: &[u8]) -> Option<u16> {
     let coding = coding(chunk)?;
     (![PCM, FLOAT, A_LAW, MU_LAW].contains(&coding)).then_some(coding)
 }
 
-/// The "extensible" format has its coding in the first two bytes of an identifier.
+/// The coding; the "extensible" format has it in the first two bytes of an identifier.
 fn coding(chunk: &[u8]) -> Option<u16> {
     match number(chunk, 0)? {
         EXTENSIBLE => number(chunk, 24),
@@ -36,7 +36,7 @@ fn number(chunk: &[u8], at: usize) -> Option<u16> {
 }
 
 impl CodedFormat {
-    /// The format by the body of its chunk; `None` for one that `hound` reads, or refuses.
+    /// The format in a format chunk; `None` if `hound` supports or refuses it.
     pub(super) fn of(chunk: &[u8]) -> Option<Self> {
         let coding = match (coding(chunk)?, number(chunk, 14)?) {
             (A_LAW, 8) => Coding::ALaw,
@@ -52,14 +52,13 @@ impl CodedFormat {
         })
     }
 
-    /// The samples of these bytes in the range of 16 bits, channel after channel; an incomplete last one is ignored.
+    /// The samples of these bytes in the range of 16 bits, channels interleaved; an incomplete last one is ignored.
     pub(super) fn samples(self, bytes: &[u8]) -> impl Iterator<Item = i32> {
         bytes
             .chunks_exact(self.width())
             .map(move |sample| self.coding.decode(sample).into())
     }
 
-    /// Bytes of a frame.
     pub(super) fn frame_bytes(self) -> u64 {
         u64::from(self.channels) * self.width() as u64
     }
@@ -85,7 +84,7 @@ impl Coding {
     }
 }
 
-/// 13 bits of a sign, three bits of an exponent and four of a mantissa, every other bit inverted.
+/// 13 bits: sign, three bits of exponent and four of mantissa, with every other bit inverted.
 fn a_law(byte: u8) -> i16 {
     let byte = byte ^ 0x55;
     let (exponent, mantissa) = ((byte >> 4) & 7, i16::from(byte & 15) << 4);
@@ -101,7 +100,7 @@ fn a_law(byte: u8) -> i16 {
     }
 }
 
-/// 14 bits in the same way, all bits inverted, with a bias of 33 quarters.
+/// 14 bits in the same layout, all inverted, with a bias of 33 quarters.
 fn mu_law(byte: u8) -> i16 {
     let byte = !byte;
     let magnitude =

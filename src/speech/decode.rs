@@ -30,20 +30,19 @@ use super::{
     resample::Resampler,
 };
 
-/// Formats that are read, as they are listed for clients.
+/// Supported formats, as listed for clients.
 pub const READ_FORMATS: &str = "wav, mp3, m4a or aac (AAC-LC), ogg or webm (Opus, Vorbis), flac";
 
-/// Whether a file is read as a WAV file.
+/// Whether a file is a WAV file.
 #[must_use]
 pub fn is_wav(file: &[u8]) -> bool {
     file.starts_with(b"RIFF")
 }
 
-/// Reads an audio file in the form for a recogniser, 16 kHz mono, and passes the samples on in blocks.
+/// Decodes an audio file to 16 kHz mono for a recogniser, and passes the samples on in blocks.
 ///
 /// # Errors
-/// When it is in none of the formats, is damaged or truncated, plays longer than `limit`, or the samples cannot be
-/// passed on.
+/// If its format is unsupported, it is damaged, truncated, or longer than `limit`, or the samples cannot be passed on.
 pub fn decode_for_asr(
     file: &[u8],
     limit: Duration,
@@ -67,10 +66,7 @@ pub fn decode_for_asr(
     output.finish()
 }
 
-/// The same in one piece.
-///
-/// # Errors
-/// As [`decode_for_asr`].
+/// The same without blocks; errors as for [`decode_for_asr`].
 pub fn decode_whole_for_asr(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
     let mut samples = Vec::new();
     decode_for_asr(file, limit, &mut |block| {
@@ -80,11 +76,11 @@ pub fn decode_whole_for_asr(file: &[u8], limit: Duration) -> Result<MonoAudio, A
     Ok(MonoAudio::new(ASR_RATE_HZ, samples))
 }
 
-/// Mono audio of any rate that becomes 16 kHz.
+/// Resamples mono audio to 16 kHz.
 struct Output<'a> {
     limit: Duration,
     resampler: Option<(u32, Resampler)>,
-    /// Samples handed on.
+    /// Samples passed on.
     count: u64,
     take: &'a mut dyn FnMut(&[i16]) -> io::Result<()>,
 }
@@ -146,7 +142,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Samples of the part of a second in a time.
+/// Samples of the fractional second of a time.
 fn samples_of(time: Duration) -> u64 {
     u64::from(time.subsec_millis()) * u64::from(ASR_RATE_HZ) / 1000
 }
@@ -171,7 +167,7 @@ fn read_container(
                 first: first_bytes(file),
             },
         })?;
-    // A file with other leading data is named by the detected format.
+    // For a file with leading data, use the detected format.
     let format = format.unwrap_or(reader.format_info().short_name);
     let unreadable = |source| AudioError::Container { format, source };
     let mut track = Track::of(&*reader, format)?;
@@ -180,13 +176,13 @@ fn read_container(
         let packet = match reader.next_packet() {
             Ok(Some(packet)) => packet,
             Ok(None) => break,
-            // Files in a row, as internet radio sends them.
+            // Concatenated files, as sent by internet radio.
             Err(MediaError::ResetRequired) => {
                 track = Track::of(&*reader, format)?;
                 continue;
             }
             Err(MediaError::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // Recordings of browsers have no lengths, and simply end.
+                // Recordings of browsers have no lengths, and end without a marker.
                 if reader.format_info().format == FORMAT_ID_MKV && packets > 0 {
                     break;
                 }
@@ -209,7 +205,7 @@ fn read_container(
     Ok(())
 }
 
-/// The track of a file that is read.
+/// The decoded track of a file.
 struct Track {
     id: u32,
     codec: Codec,
@@ -252,7 +248,7 @@ impl Codec {
         ))
     }
 
-    /// Decodes a packet and passes its samples on; `false` when it is damaged.
+    /// Decodes a packet and passes its samples on; `false` if it is damaged.
     fn decode(&mut self, packet: &Packet, output: &mut Output<'_>) -> Result<bool, AudioError> {
         let (decoder, interleaved, format) = match self {
             Self::Opus(opus) => return opus.decode(&packet.data, output),
@@ -280,11 +276,11 @@ impl Codec {
     }
 }
 
-/// One Opus stream, decoded at 16 kHz at once.
+/// One Opus stream, decoded directly at 16 kHz.
 struct Opus {
     decoder: OpusDecoder,
     block: Vec<i16>,
-    /// Samples of the codec's delay that are still to be dropped.
+    /// Samples of the codec's delay still to be discarded.
     delay: usize,
 }
 
@@ -337,14 +333,14 @@ impl Opus {
     }
 }
 
-/// The first bytes of a file, as an error shows them.
+/// The first bytes of a file, for an error.
 fn first_bytes(file: &[u8]) -> String {
     let first = file.iter().take(FIRST_BYTES_SHOWN);
     let shown: Vec<String> = first.map(|byte| format!("{byte:02x}")).collect();
     shown.join(" ")
 }
 
-/// Our choice: as many as magic numbers have.
+/// Our choice: the length of magic numbers.
 const FIRST_BYTES_SHOWN: usize = 8;
 
 /// The longest Opus packet, 120 ms.
@@ -353,13 +349,13 @@ const OPUS_PACKET_SAMPLES: usize = 120 * 16;
 /// Opus counts its delay at 48 kHz.
 const OPUS_RATE_RATIO: usize = 3;
 
-/// Packets that may be damaged whatever there is: the first ones of an MP3 refer to those before.
+/// Damaged packets tolerated in any file: the first ones of an MP3 may refer to earlier ones.
 const DAMAGED_FREE: usize = 3;
 
-/// Above one damaged packet in so many, the audio no longer represents the speech.
+/// One damaged packet in this many is tolerated; with more, the audio no longer represents the speech.
 const DAMAGED_SHARE: usize = 20;
 
-/// Longest title or comment that is kept, though none is used.
+/// Longest title or comment stored, though none is used.
 const TAG_BYTES_MAX: usize = 4 << 10;
 
 #[cfg(test)]
@@ -370,7 +366,7 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    /// A second of 440 Hz, in two channels of 44.1 kHz, as ffmpeg encodes it.
+    /// A second of 440 Hz in two channels of 44.1 kHz, encoded by ffmpeg.
     const TONES: [(&str, &[u8]); 9] = [
         ("mp3", include_bytes!("../../tests/fixtures/audio/tone.mp3")),
         ("m4a", include_bytes!("../../tests/fixtures/audio/tone.m4a")),
@@ -407,7 +403,7 @@ mod tests {
             let audio = decode_whole_for_asr(file, MINUTE)
                 .unwrap_or_else(|error| panic!("{name}: {error:?}"));
             assert_eq!(audio.sample_rate_hz, ASR_RATE_HZ);
-            // Codecs add up to some hundredths of a second of silence.
+            // Codecs add some hundredths of a second of silence.
             let extra = audio.samples.len().abs_diff(16_000);
             assert!(extra <= 16 * 70, "{name}: {} samples", audio.samples.len());
             let middle = &audio.samples[4000..12_000];
@@ -489,7 +485,7 @@ mod tests {
             error.unwrap_err().to_string(),
             "the MP4 file has no audio track, or one in a coding that is not read"
         );
-        // AC-3 by its number in the track's descriptor, which is of an audio stream.
+        // Replaces the codec in the track's descriptor by AC-3.
         let aac = mp4
             .windows(2)
             .position(|pair| pair == [0x40, 0x15])
@@ -513,7 +509,7 @@ mod tests {
             }
         }
         let mut file = OggOpusWriter::new(Vec::new(), OpusHead::new(1, 48_000).unwrap()).unwrap();
-        // Twenty packets of no frame.
+        // Twenty packets without a valid frame.
         for _ in 0..20 {
             file.write_packet_with_duration(&[0xff, 0], 960).unwrap();
         }

@@ -30,7 +30,7 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Decodes files one after the other. Clones share the one place.
+/// Decodes files in sequence. Clones share one place.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     program: PathBuf,
@@ -38,7 +38,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A decoder that starts `program` with the argument [`DECODER_VERB`].
+    /// A decoder that runs `program` with the argument [`DECODER_VERB`].
     #[must_use]
     pub fn new(program: PathBuf) -> Self {
         Self {
@@ -47,18 +47,18 @@ impl Decoder {
         }
     }
 
-    /// Reads an audio file as 16 kHz mono. `room` is called with the bytes of the samples so far, and answers whether
-    /// there is memory for them. Dropping the returned future ends the process.
+    /// Reads an audio file as 16 kHz mono. `room` is called with the total bytes of samples, and returns whether memory
+    /// is available for them. Dropping the returned future ends the process.
     ///
     /// # Errors
-    /// When the file cannot be read within the limits, there is no room, or the process cannot be used.
+    /// If the file cannot be read within the limits, memory is exhausted, or the process fails.
     pub async fn decode(
         &self,
         file: &[u8],
         limit: Duration,
         mut room: impl FnMut(usize) -> bool + Send,
     ) -> Result<MonoAudio, DecodeError> {
-        // It is never closed.
+        // The semaphore is never closed.
         let _place = self.place.acquire().await.ok();
         let (ours, theirs) = BlockingStream::pair()?;
         let _running = Running(
@@ -90,7 +90,7 @@ impl Decoder {
                         return Err(DecodeError::NoRoom);
                     }
                     if samples.capacity() < samples.len() + body.len() / 2 {
-                        // Doubling would take up to twice the bytes that `room` has admitted.
+                        // Doubling could allocate twice the bytes admitted by `room`.
                         samples.reserve_exact(SAMPLES_STEP);
                     }
                     samples.extend(
@@ -109,24 +109,24 @@ impl Decoder {
     }
 }
 
-/// Why there are no samples.
+/// Reason why there are no samples.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// The file is at fault; in words.
+    /// Message about a faulty file.
     #[error("{0}")]
     Audio(String),
-    /// The process ended before it was done.
+    /// The process ended prematurely.
     #[error("it is damaged, or decoding takes more than {BYTES_MAX} of memory or {} s of a processor", CPU_MAX.as_secs())]
     Bounds,
-    /// There is no memory for the samples.
+    /// No memory is available for the samples.
     #[error("there is no memory for the samples")]
     NoRoom,
-    /// The process cannot be started or used.
+    /// The process could not be started or used.
     #[error("the decoder process cannot be used")]
     Io(#[from] io::Error),
 }
 
-/// The error for a stream that ends early.
+/// The error for a prematurely ended stream.
 fn ended(error: io::Error) -> DecodeError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof
@@ -136,18 +136,18 @@ fn ended(error: io::Error) -> DecodeError {
     }
 }
 
-/// A process that ends with this value.
+/// A process that is killed on drop.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It has nothing to finish.
+        // The process has no state to save.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Runs as the process whose owner is at the other end of standard input and output.
+/// Runs as the decoder process; its owner uses standard input and output.
 #[must_use]
 pub fn serve_stdin() -> ExitCode {
     match serve() {
@@ -157,7 +157,7 @@ pub fn serve_stdin() -> ExitCode {
 }
 
 fn serve() -> io::Result<()> {
-    // A kill at these limits leaves no core, and under memory shortage this process is the first to be killed.
+    // When killed at these limits, the process writes no core; under memory shortage it is killed first.
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     setrlimit(Resource::RLIMIT_CPU, CPU_MAX.as_secs(), CPU_MAX.as_secs())?;
     let _ = fs::write("/proc/self/oom_score_adj", OOM_SCORE);
@@ -200,7 +200,7 @@ fn write_frame(output: &mut impl Write, kind: u8, body: &[u8]) -> io::Result<()>
     output.write_all(body)
 }
 
-/// An error with its causes in one line.
+/// An error with its causes, on one line.
 fn in_words(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {}", in_words(cause)),
@@ -208,7 +208,7 @@ fn in_words(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Current memory counted by `RLIMIT_DATA`.
+/// Current memory counted against `RLIMIT_DATA`.
 fn data_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
@@ -217,7 +217,7 @@ fn data_bytes() -> io::Result<u64> {
         .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
-/// The argument that makes this program a decoder.
+/// The argument that selects this mode of the program.
 pub const DECODER_VERB: &str = "audio-decoder";
 
 /// Allocation limit of decoding besides the file. Our choice: five times the use of ten-minute files in all formats.
@@ -226,13 +226,13 @@ pub const BYTES_MAX: Bytes = Bytes::from_mib(24);
 /// Processor time of decoding. Our choice: ten minutes of any format take a tenth of it on a slow board.
 const CPU_MAX: Duration = Duration::from_secs(30);
 
-/// Files that are decoded at once: it takes seconds at most, and a whole processor.
+/// Files decoded concurrently: each takes seconds at most, and a whole processor.
 const DECODERS_MAX: usize = 1;
 
-/// By how many samples the memory for them grows.
+/// Growth step of the sample buffer.
 const SAMPLES_STEP: usize = 1 << 19;
 
-/// The bytes that announce samples, the end, and an error in words.
+/// First byte of a frame: samples, the end, or an error message.
 const SAMPLES: u8 = b's';
 const DONE: u8 = b'd';
 const FAILED: u8 = b'e';
@@ -240,5 +240,5 @@ const FAILED: u8 = b'e';
 /// Samples of one frame; its length has 16 bits.
 const SAMPLES_PER_FRAME: usize = 1 << 14;
 
-/// Our choice: ended before workers and the daemon.
+/// Our choice: killed before workers and the daemon.
 const OOM_SCORE: &str = "800";

@@ -21,7 +21,7 @@ pub enum Encoding {
     Opus,
 }
 
-/// Encodes one mono stream of 16 bits.
+/// Encodes one 16-bit mono stream.
 pub struct Encoder(Inner);
 
 enum Inner {
@@ -31,10 +31,10 @@ enum Inner {
 }
 
 impl Encoder {
-    /// An encoder for this rate, and the bytes that the file begins with.
+    /// An encoder for this rate, and the first bytes of the file.
     ///
     /// # Errors
-    /// When the encoding has no such rate.
+    /// If the encoding lacks this rate.
     pub fn new(encoding: Encoding, rate_hz: u32) -> Result<(Self, Vec<u8>), EncodeError> {
         Ok(match encoding {
             Encoding::Flac => {
@@ -49,10 +49,10 @@ impl Encoder {
         })
     }
 
-    /// Takes samples, and returns the bytes that are ready.
+    /// Encodes samples; returns the available bytes.
     ///
     /// # Errors
-    /// When the encoder fails, which valid samples exclude.
+    /// If the encoder fails, which valid samples exclude.
     pub fn push(&mut self, samples: &[i16]) -> Result<Vec<u8>, EncodeError> {
         match &mut self.0 {
             Inner::Flac(flac) => flac.push(samples),
@@ -61,10 +61,7 @@ impl Encoder {
         }
     }
 
-    /// The bytes that the file ends with.
-    ///
-    /// # Errors
-    /// As [`push`](Self::push).
+    /// Returns the last bytes of the file; errors as for [`push`](Self::push).
     pub fn finish(self) -> Result<Vec<u8>, EncodeError> {
         match self.0 {
             Inner::Flac(mut flac) => flac.finish(),
@@ -74,10 +71,10 @@ impl Encoder {
     }
 }
 
-/// Why speech cannot be encoded.
+/// Reason why speech cannot be encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
-    /// The FLAC encoder; in its words.
+    /// The FLAC encoder's message.
     #[error("cannot encode FLAC: {0}")]
     Flac(String),
     /// The MP3 encoder.
@@ -108,7 +105,7 @@ impl Flac {
         let mut info = StreamInfo::new(rate, 1, 16).map_err(flac_error)?;
         info.set_block_sizes(FLAC_BLOCK, FLAC_BLOCK)
             .map_err(flac_error)?;
-        // Neither the sizes of frames nor the length are known yet.
+        // Neither frame sizes nor the length are known yet.
         info.set_frame_sizes(0, 0).map_err(flac_error)?;
         let begin = bytes_of(&Stream::with_stream_info(info.clone()))?;
         let flac = Self {
@@ -147,7 +144,7 @@ impl Flac {
         if block.is_empty() {
             return Ok(Vec::new());
         }
-        // The encoder takes no shorter ones; it is silence of a millisecond.
+        // The encoder accepts no shorter block; the padding is a millisecond of silence.
         block.resize(block.len().max(FLAC_BLOCK_MIN), 0);
         self.frame(&block)
     }
@@ -159,7 +156,7 @@ fn bytes_of(part: &impl BitRepr) -> Result<Vec<u8>, EncodeError> {
     Ok(sink.into_inner())
 }
 
-/// Self-contained frames of a constant rate. No frame states the length, which is not known yet.
+/// Independent frames at a constant rate. No frame states the length, which is unknown.
 struct Mp3 {
     encoder: Mp3Encode,
     header: FrameHeader,
@@ -203,7 +200,7 @@ struct Opus {
     encoder: OpusEncoder,
     writer: OggOpusWriter<Vec<u8>>,
     pre_skip: u64,
-    /// Samples of one packet, and samples of the format's 48 kHz for each of ours.
+    /// Samples per packet, and 48 kHz samples per input sample.
     frame: usize,
     ticks: u64,
     taken: u64,
@@ -276,25 +273,25 @@ impl Opus {
 /// Samples of a FLAC frame: 171 ms at 24 kHz.
 const FLAC_BLOCK: usize = 4096;
 
-/// The least that the encoder takes.
+/// Minimum of the encoder.
 const FLAC_BLOCK_MIN: usize = 32;
 
-/// Our choice: mono speech at 24 kHz cannot be distinguished from the original at this rate.
+/// Our choice: mono speech at 24 kHz is indistinguishable from the original at this rate.
 const MP3_KBITS_PER_SECOND: u32 = 64;
 
-/// Samples by which a decoder's sound is behind the encoder's: the filter banks of both (ISO 11172-3, Layer III).
+/// Delay of encoder and decoder in samples, from their filter banks (ISO 11172-3, Layer III).
 const MP3_HELD: usize = 1105;
 
-/// Opus packets of 20 ms, as is usual.
+/// Opus packets of the usual 20 ms.
 const PACKETS_PER_SECOND: u32 = 50;
 const OPUS_RATE_HZ: u32 = 48_000;
 
-/// Our choice: speech at this rate cannot be distinguished from the original, and a slow board encodes it in hundredths
-/// of its duration.
+/// Our choice: speech is indistinguishable from the original at this rate, and a slow board encodes it in hundredths of
+/// its duration.
 const OPUS_BITS_PER_SECOND: i32 = 32_000;
 const OPUS_COMPLEXITY: i32 = 5;
 
-/// A page is sent when it has so many bytes: five packets.
+/// Size at which a page is sent: five packets.
 const OGG_PAGE_TARGET: usize = 400;
 
 #[cfg(test)]
@@ -338,7 +335,7 @@ mod tests {
             );
             let heard = decode_whole_for_asr(&file, Duration::from_secs(9)).unwrap();
             let expected = 30_011 * 2 / 3;
-            // An MP3 has no word for the silence of its filter banks before and behind the sound.
+            // MP3 cannot mark the silence of its filter banks around the audio.
             let silence = if encoding == Encoding::Mp3 {
                 MP3_HELD + 576
             } else {

@@ -1,6 +1,6 @@
 //! File formats by their first bytes.
 
-/// The format of a file by its first bytes, and whether there is a reader for it; `None` where they tell none.
+/// The format of a file by its first bytes, and whether it has a decoder; `None` if they are unknown.
 pub(super) fn format_of(file: &[u8]) -> Option<(&'static str, bool)> {
     let read = READ.iter().map(|row| (row, true));
     let mut known = NOT_READ.iter().map(|row| (row, false)).chain(read);
@@ -19,7 +19,7 @@ fn begins_with(file: &[u8], magic: &[u8]) -> bool {
     })
 }
 
-/// The kind of a text, where the beginning of a file is one.
+/// The kind of a text file; `None` for other files.
 fn text_of(file: &[u8]) -> Option<&'static str> {
     let first = file.get(..TEXT_BYTES).unwrap_or(file);
     let text = match std::str::from_utf8(first) {
@@ -40,7 +40,7 @@ fn text_of(file: &[u8]) -> Option<&'static str> {
     })
 }
 
-/// Magic bytes of the containers that are read.
+/// Magic bytes of supported containers.
 const READ: [(&[u8], &str); 9] = [
     (b"RIFF", "WAV"),
     (b"ID3", "MP3"),
@@ -53,7 +53,7 @@ const READ: [(&[u8], &str); 9] = [
     (b"\xff\xfb", "MP3"),
 ];
 
-/// Magic bytes of the formats that are sent in place of those, and are not read.
+/// Magic bytes of common unsupported formats.
 const NOT_READ: [(&[u8], &str); 24] = [
     (b"#!AMR", "AMR"),
     (b"#!SILK", "SILK"),
@@ -81,7 +81,7 @@ const NOT_READ: [(&[u8], &str); 24] = [
     (b"\x1f\x8b", "compressed by gzip"),
 ];
 
-/// Bytes that are looked at for text. Our choice.
+/// Bytes examined for text. Our choice.
 const TEXT_BYTES: usize = 512;
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! HTTP clients of speech servers: OpenAI's audio routes, whisper.cpp's, Piper's.
 //!
-//! Each request has its own connection and a timeout on every step, and keeps no more of the response in memory than
-//! needed.
+//! Each request has its own connection and a timeout on every step, and buffers no more of the response than needed.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -31,10 +30,10 @@ use super::{
 use cotenant_memory::heap;
 use cotenant_units as units;
 
-/// Which routes a server has.
+/// Routes of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HttpShape {
-    /// `POST /v1/audio/transcriptions` and `POST /v1/audio/speech`, as OpenAI has them.
+    /// `POST /v1/audio/transcriptions` and `POST /v1/audio/speech`, as in OpenAI's API.
     Openai,
     /// `POST /synthesize` of `python3 -m piper.http_server`.
     Piper,
@@ -42,14 +41,14 @@ pub enum HttpShape {
     Whisper,
 }
 
-/// How a text is spoken.
+/// Voice settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Manner<'a> {
     /// Name of the voice.
     pub voice: Option<&'a str>,
     /// A speaker of a multi-speaker voice.
     pub speaker: Option<&'a str>,
-    /// 1 is the voice's own.
+    /// 1 is the voice's normal speed.
     pub speed: f64,
 }
 
@@ -64,7 +63,7 @@ pub struct HttpSpeechClient {
 }
 
 impl HttpSpeechClient {
-    /// A client of `host:port`; connects with each request.
+    /// A client of `host:port` that connects for each request.
     #[must_use]
     pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
         Self {
@@ -75,10 +74,10 @@ impl HttpSpeechClient {
         }
     }
 
-    /// The transcript of `audio`, from a server set to expect `language`.
+    /// Transcribes `audio` with the expected `language`.
     ///
     /// # Errors
-    /// When it cannot be reached, does not answer in time, refuses, or answers something else.
+    /// If the server cannot be reached, does not reply in time, refuses, or replies with something else.
     pub async fn hear(
         &self,
         audio: &MonoAudio,
@@ -130,7 +129,7 @@ impl HttpSpeechClient {
             .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
-    /// Whether the server honours the requested speed.
+    /// Whether the server supports speed.
     #[must_use]
     pub const fn takes_speed(&self) -> bool {
         matches!(self.shape, HttpShape::Openai | HttpShape::Piper)
@@ -142,7 +141,7 @@ impl HttpSpeechClient {
         let (path, mut asked) = match self.shape {
             HttpShape::Openai => (
                 "/v1/audio/speech",
-                // Raw PCM is 24 kHz by the protocol but not by every server; WAV states its rate.
+                // Raw PCM is 24 kHz by the protocol, but not from every server; WAV states its rate.
                 json!({
                     "model": self.model,
                     "input": text,
@@ -162,7 +161,7 @@ impl HttpSpeechClient {
             }
         }
         if hurried {
-            // Piper's figure is the length of the sound, not its speed.
+            // Piper's figure is the length of the audio, not its speed.
             let (name, value) = match self.shape {
                 HttpShape::Piper => ("length_scale", said.speed.recip()),
                 _ => ("speed", said.speed),
@@ -172,11 +171,10 @@ impl HttpSpeechClient {
         Some((path, asked))
     }
 
-    /// Speaks `text`; returns as soon as the audio
-    /// begins. Dropping the returned value closes the connection.
+    /// Synthesises `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
     ///
     /// # Errors
-    /// As [`hear`](Self::hear); later failures come as items.
+    /// As for [`hear`](Self::hear); later failures are items of the stream.
     pub async fn synthesize(
         &self,
         text: &str,
@@ -249,7 +247,7 @@ impl HttpSpeechClient {
                     }
                 }
             }
-            // A server that cannot know the length ahead writes none, or the maximum.
+            // A server that does not know the length writes none, or the maximum.
             if length != u64::MAX && left > 0 {
                 let problem = format!("its audio ends {left} bytes early");
                 let _ = sender.send(Err(client.wrong(problem))).await;
@@ -281,7 +279,7 @@ impl HttpSpeechClient {
             .await
             .map_err(broken)?;
         let connection = Connection(tokio::spawn(async move {
-            // Errors are reported to the caller that waits for the answer.
+            // Errors are reported to the caller waiting for the response.
             let _ = connection.await;
         }));
         let request = Request::post(path)
@@ -294,7 +292,7 @@ impl HttpSpeechClient {
         Ok((response, connection))
     }
 
-    /// The response if successful; otherwise the server's message becomes the error.
+    /// The response if successful, otherwise the server's message as an error.
     async fn accepted(
         &self,
         response: Response<Incoming>,
@@ -368,7 +366,7 @@ impl HttpSpeechClient {
     }
 }
 
-/// Ends the connection when it is dropped, also in the middle of an answer.
+/// Ends the connection on drop, also during a response.
 #[derive(Debug)]
 struct Connection(JoinHandle<()>);
 
@@ -378,7 +376,7 @@ impl Drop for Connection {
     }
 }
 
-/// The head of a WAV file that arrives in pieces.
+/// The header of a WAV file that arrives in pieces.
 #[derive(Debug, Default)]
 struct WavHead {
     seen: Vec<u8>,
@@ -388,7 +386,7 @@ struct WavHead {
 type WavBegin = (AudioFormat, u64, Vec<u8>);
 
 impl WavHead {
-    /// Takes bytes until the samples begin.
+    /// Adds bytes until the samples begin.
     fn push(&mut self, piece: &[u8]) -> Result<Option<WavBegin>, String> {
         self.seen.extend_from_slice(piece);
         let seen = self.seen.as_slice();
@@ -433,7 +431,7 @@ fn wav_format(body: &[u8]) -> Result<AudioFormat, String> {
         bytes.map(u16::from_le_bytes).unwrap_or_default()
     };
     let (tag, channels, bits) = (short(0), short(2), short(14));
-    // 0xFFFE is the extensible form of the same.
+    // 0xFFFE is the extensible form of PCM.
     if !matches!(tag, 1 | 0xFFFE) || bits % 8 != 0 {
         return Err(format!(
             "its WAV has encoding {tag} with {bits} bits, not plain samples"
@@ -456,7 +454,7 @@ fn multipart(fields: &[(&str, &str)], wav: &[u8]) -> (String, Bytes) {
     let boundary = boundary();
     let mut body = Vec::with_capacity(wav.len() + 1024);
     for (name, value) in fields {
-        // Values come from the configuration and from clients; a line break would end the part.
+        // Values come from configuration and clients; a line break would end the part.
         let value: String = value.chars().filter(|c| !c.is_control()).collect();
         body.extend_from_slice(
             format!(
@@ -480,7 +478,7 @@ fn multipart(fields: &[(&str, &str)], wav: &[u8]) -> (String, Bytes) {
     )
 }
 
-/// A line that is in no recording: it is longer than any that a recording holds by chance.
+/// A boundary too long to occur in a recording by chance.
 fn boundary() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let since = SystemTime::now()
@@ -490,10 +488,10 @@ fn boundary() -> String {
     format!("cotenant-{:032x}-{count:016x}", since.as_nanos())
 }
 
-/// The voice of OpenAI that every compatible server has.
+/// A voice that every compatible server has.
 const OPENAI_VOICE: &str = "alloy";
 
-/// By OpenAI's reference: raw PCM is 24 kHz, mono, 16 bit.
+/// From OpenAI's reference: raw PCM is 24 kHz, mono, 16 bit.
 const OPENAI_PCM_RATE_HZ: u32 = 24_000;
 
 /// A transcript of ten minutes has about 10 KiB; with segments and tokens a hundred times that.
@@ -501,7 +499,7 @@ const TEXT_BYTES_MAX: usize = 1 << 20;
 /// Usual memory of JSON of that size.
 const TEXT_TREE_MAX: units::Bytes = units::Bytes::from_mib(8);
 
-/// Bytes read of a refusal.
+/// Bytes read from a refusal.
 const REFUSAL_BYTES_MAX: usize = 16 << 10;
 /// Tags before the samples are short; a file with a picture is not the requested audio.
 const WAV_HEAD_BYTES_MAX: usize = 64 << 10;
@@ -608,7 +606,7 @@ mod tests {
         let says = |text: String| {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap().to_string();
-            // It ends with the connection.
+            // Ends with the connection.
             std::thread::spawn(move || {
                 let (mut client, _) = listener.accept().unwrap();
                 let _ = client.read(&mut [0; 1 << 16]);
@@ -616,7 +614,7 @@ mod tests {
                     "HTTP/1.1 400 Bad Request\r\ncontent-length: {}\r\n\r\n",
                     text.len()
                 );
-                // The client has read enough at some point.
+                // The client stops reading at some point.
                 let _ = client.write_all(head.as_bytes());
                 let _ = client.write_all(text.as_bytes());
                 let _ = client.read_to_end(&mut Vec::new());

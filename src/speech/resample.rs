@@ -5,18 +5,18 @@ use rubato::{
     SincInterpolationType, WindowFunction, audioadapter_buffers::direct::InterleavedSlice,
 };
 
-/// Changes the rate of mono audio that comes in pieces.
+/// Resamples mono audio, piece by piece.
 ///
-/// The delay of the filter is removed, so that `n` samples become `⌈n × to / from⌉` and stay where they were in time.
+/// The delay of the filter is removed, so that `n` samples become `⌈n × to / from⌉` and keep their positions in time.
 pub struct Resampler {
     inner: Box<dyn rubato::Resampler<f32>>,
     from_hz: u32,
     to_hz: u32,
-    /// Samples that wait for a whole block.
+    /// Samples of an incomplete block.
     pending: Vec<f32>,
-    /// Space for one block of output.
+    /// One block of output.
     block: Vec<f32>,
-    /// Output that is still to be dropped as the filter's delay.
+    /// Output still to be discarded for the filter's delay.
     delay: usize,
     taken: u64,
     given: u64,
@@ -35,7 +35,7 @@ impl Resampler {
     /// A resampler between two rates.
     ///
     /// # Errors
-    /// When a rate is zero.
+    /// If a rate is zero.
     pub fn new(from_hz: u32, to_hz: u32) -> Result<Self, ResampleError> {
         let failed = |source| ResampleError::New {
             from_hz,
@@ -72,10 +72,10 @@ impl Resampler {
         })
     }
 
-    /// Takes a piece and returns the finished samples.
+    /// Resamples a piece; returns the available samples.
     ///
     /// # Errors
-    /// When the resampler itself fails, which its sizes exclude.
+    /// If the resampler fails, which its sizes exclude.
     pub fn push(&mut self, samples: &[i16]) -> Result<Vec<i16>, ResampleError> {
         self.taken += u64::try_from(samples.len()).unwrap_or(u64::MAX);
         self.pending.extend(
@@ -92,23 +92,20 @@ impl Resampler {
         Ok(output)
     }
 
-    /// Samples that were taken, at the new rate.
+    /// Samples received, at the new rate.
     fn wanted(&self) -> u64 {
         let wanted =
             (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
         u64::try_from(wanted).unwrap_or(u64::MAX)
     }
 
-    /// Samples of output that the next pieces finish.
+    /// Output samples still to come for the input so far.
     #[must_use]
     pub fn behind(&self) -> u64 {
         self.wanted().saturating_sub(self.given)
     }
 
-    /// Returns the rest.
-    ///
-    /// # Errors
-    /// As [`push`](Self::push).
+    /// Returns the remaining samples; errors as for [`push`](Self::push).
     pub fn finish(mut self) -> Result<Vec<i16>, ResampleError> {
         let wanted = self.wanted();
         let mut output = Vec::new();
@@ -122,7 +119,7 @@ impl Resampler {
         Ok(output)
     }
 
-    /// Runs one block from `pending[offset..]`, of which `partial` are real; returns how many were taken.
+    /// Processes one block from `pending[offset..]`, of which `partial` samples are valid; returns the number consumed.
     fn step(
         &mut self,
         offset: usize,
@@ -152,18 +149,18 @@ impl Resampler {
     }
 }
 
-/// Why a rate could not be changed.
+/// Failure to convert a rate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResampleError {
-    /// There is no way between the two rates.
+    /// The rates cannot be converted.
     #[error("cannot change the sample rate from {from_hz} to {to_hz} Hz")]
     New {
-        /// Samples per second that come.
+        /// Input samples per second.
         from_hz: u32,
-        /// Samples per second that are wanted.
+        /// Output samples per second.
         to_hz: u32,
-        /// Why not.
+        /// Cause.
         #[source]
         source: rubato::ResamplerConstructionError,
     },
@@ -175,7 +172,7 @@ pub enum ResampleError {
     Sizes,
 }
 
-/// A sample between −1 and 1 as 16 bits; values outside are clipped, and NaN is silence.
+/// Converts a sample between −1 and 1 to 16 bits; clips values outside, and maps NaN to silence.
 #[expect(clippy::cast_possible_truncation, reason = "a float cast saturates")]
 pub(super) fn from_float(sample: f32) -> i16 {
     (sample * f32::from(i16::MAX)).round() as i16
@@ -192,22 +189,22 @@ fn as_len(rate_hz: u32) -> usize {
     usize::try_from(rate_hz).unwrap_or(usize::MAX)
 }
 
-/// Samples of input per block: 64 ms at 16 kHz.
+/// Input samples per block: 64 ms at 16 kHz.
 const BLOCK: usize = 1024;
 
-/// The FFT needs blocks of `from / gcd(from, to)` samples. All usual rates stay below this; two rates with nothing in
-/// common would cost some 20 MiB, so the sinc filter takes those.
+/// The FFT needs blocks of `from / gcd(from, to)` samples, which stay below this for all usual rates. Coprime rates
+/// would cost some 20 MiB, so they use the sinc filter.
 const FFT_BLOCK_MAX: usize = 4096;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Half the loudness that 16 bits hold.
+    /// Half of the 16-bit amplitude.
     fn tone(rate_hz: u32, hz: f32, millis: u32) -> Vec<i16> {
         (0..rate_hz * millis / 1000)
             .map(|n| {
-                // Whole turns are dropped before the sine, as a float has too few digits for all of them.
+                // Whole periods are subtracted before the sine, because a float has too few digits for them.
                 let turns = (f64::from(n) * f64::from(hz) / f64::from(rate_hz)).fract();
                 from_float(0.5 * half(turns * std::f64::consts::TAU).sin())
             })
@@ -258,7 +255,7 @@ mod tests {
                 .map(|(a, b)| (i32::from(*a) - i32::from(*b)).abs())
                 .max()
                 .unwrap();
-            // The filter's delay is removed in whole samples, so up to one sample of shift remains.
+            // The filter's delay is removed in whole samples, so a shift of up to one sample remains.
             assert!(worst < 3_000, "{from} to {to}: off by {worst} of 16000");
         }
     }

@@ -2,7 +2,7 @@
 
 use super::spoken::spoken;
 
-/// Collects pieces of text and gives out whole sentences, without markup.
+/// Collects pieces of text and returns whole sentences, without markup.
 ///
 /// ```
 /// # use cotenant_speech::sentences::Sentences;
@@ -17,7 +17,7 @@ pub struct Sentences {
 }
 
 impl Sentences {
-    /// Takes a piece and returns the sentences that are now whole.
+    /// Adds a piece and returns the sentences that are now complete.
     pub fn push(&mut self, piece: &str) -> Vec<String> {
         self.pending.push_str(piece);
         let mut whole = Vec::new();
@@ -29,7 +29,7 @@ impl Sentences {
         whole
     }
 
-    /// Returns the rest, if it can be spoken.
+    /// Returns the remaining text, if it can be spoken.
     #[must_use]
     pub fn finish(self) -> Option<String> {
         spoken(&self.pending)
@@ -79,10 +79,10 @@ fn is_abbreviated(text: &str) -> bool {
     (is_number && begins_line) || is_initial || TITLES.contains(&word)
 }
 
-/// Words whose full stop ends no sentence.
+/// Words whose full stop does not end a sentence.
 const TITLES: [&str; 9] = ["Dr", "Mr", "Mrs", "Ms", "St", "e.g", "i.e", "No", "vs"];
 
-/// A sentence that is longer is cut at its last space or comma: some 20 s of speech.
+/// A longer sentence is cut at its last space or comma: some 20 s of speech.
 const SENTENCE_BYTES_MAX: usize = 300;
 
 #[cfg(test)]

@@ -35,19 +35,19 @@ pub trait Service: Send + Sync + 'static {
     /// State of one connection.
     type Session: Session;
 
-    /// Service description; returned at once, so it must not wait for an engine.
+    /// Service description; must not wait for an engine.
     fn info(&self) -> Info;
 
-    /// A new connection.
+    /// State for a new connection.
     fn session(&self) -> Self::Session;
 }
 
-/// One connection. `describe` and `ping` do not get here.
+/// One connection. The server itself answers `describe` and `ping`.
 pub trait Session: Send + 'static {
     /// Handles one event and sends its responses. Irrelevant events are ignored.
     ///
-    /// Slow work should be started here and awaited in [`progress`](Self::progress): until this returns, nothing else
-    /// on the connection is read, and a disconnect is not noticed.
+    /// Slow work should be started here and awaited in [`progress`](Self::progress): until this returns, nothing is
+    /// read from the connection, and a disconnect is not noticed.
     ///
     /// # Errors
     /// A refusal is sent as `error`; in any case the connection is closed.
@@ -57,11 +57,10 @@ pub trait Session: Send + 'static {
         reply: &Reply,
     ) -> impl Future<Output = Result<(), SessionError>> + Send;
 
-    /// Waits for work started by [`handle`](Self::handle); pending forever without any. Dropping the returned future
-    /// loses nothing.
+    /// Waits for work started by [`handle`](Self::handle); pending forever without any. Cancel-safe.
     ///
     /// # Errors
-    /// As [`handle`](Self::handle).
+    /// As for [`handle`](Self::handle).
     fn progress(&mut self) -> impl Future<Output = Result<(), SessionError>> + Send {
         std::future::pending()
     }
@@ -75,26 +74,26 @@ pub trait Session: Send + 'static {
 /// Activity of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// Idle: it gives way to a new connection.
+    /// Idle: yields to a new connection.
     Idle,
-    /// A recording or a text is coming in. It gives way when nothing has come for a while.
+    /// A recording or text is arriving. Yields to a new connection when it stalls.
     Receiving,
-    /// Something is being done for the client, so that its silence is no sign that it is lost.
+    /// Work for the client is in progress, so its silence is expected.
     Working,
 }
 
-/// Why a connection ends early.
+/// Reason for an early end of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The request is not served.
+    /// The request is refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The client is gone or too slow.
+    /// The client has disconnected or is too slow.
     #[error("cannot answer")]
     Reply(#[from] FrameError),
 }
 
-/// Why a request is not served.
+/// Reason for a refusal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct Refusal {
@@ -115,10 +114,10 @@ impl Refusal {
     }
 }
 
-/// Checks the length of a text that is to be spoken.
+/// Checks the length of a text to be synthesised.
 ///
 /// # Errors
-/// When it is longer than [`TEXT_BYTES_MAX`].
+/// If it exceeds [`TEXT_BYTES_MAX`].
 pub fn check_text_length(bytes: usize) -> Result<(), Refusal> {
     if bytes <= TEXT_BYTES_MAX {
         return Ok(());
@@ -130,10 +129,10 @@ pub fn check_text_length(bytes: usize) -> Result<(), Refusal> {
     ))
 }
 
-/// Longest text that is spoken: some 15 minutes.
+/// Longest accepted text: some 15 minutes of speech.
 pub const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Sends answers on one connection. Clones send on the same one; messages never mix.
+/// Sends responses on one connection; clones share it, and messages are not interleaved.
 #[derive(Clone, Debug)]
 pub struct Reply {
     queue: mpsc::Sender<Outgoing>,
@@ -141,19 +140,19 @@ pub struct Reply {
     hold: Option<Hold>,
 }
 
-/// Answers that wait until their client has asked.
+/// Responses withheld until their turn has ended.
 #[derive(Clone, Debug)]
 pub struct Hold(Arc<Held>);
 
 #[derive(Debug)]
 struct Held {
-    /// With their bytes; `None` once they have been released.
+    /// With their bytes; `None` once released.
     waiting: tokio::sync::Mutex<Option<(Vec<Outgoing>, usize)>>,
     released: CancellationToken,
 }
 
 impl Hold {
-    /// Keeps an answer, when there is room for it; gives it back once there is nothing to wait for.
+    /// Withholds a response when memory is available; returns it if the hold was released.
     async fn keep(&self, outgoing: Outgoing, bytes: usize) -> Result<(), Outgoing> {
         loop {
             match &mut *self.0.waiting.lock().await {
@@ -171,11 +170,11 @@ impl Hold {
 }
 
 impl Reply {
-    /// Sends one event, when there is room in the connection's queue. No event is half sent when the returned future is
-    /// dropped.
+    /// Sends one event when the connection's queue has space. Dropping the returned future never leaves an event half
+    /// sent.
     ///
     /// # Errors
-    /// When the client did not take earlier events in time or has disconnected.
+    /// If the client did not read earlier events in time or has disconnected.
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
         let frame = event.into_frame();
         let encoded = self.hold.as_ref().map(|_| frame.encode()).transpose()?;
@@ -199,8 +198,8 @@ impl Reply {
         })
     }
 
-    /// A sender whose answers wait until [`Reply::release`] is called with its hold; after some of them it waits as well.
-    /// They are dropped with it.
+    /// A sender whose responses are withheld until [`Reply::release`] is called with its hold; beyond a limit, sending
+    /// waits. They are dropped with the sender.
     #[must_use]
     pub fn held(&self) -> (Self, Hold) {
         let hold = Hold(Arc::new(Held {
@@ -214,10 +213,10 @@ impl Reply {
         (reply, hold)
     }
 
-    /// Sends what has waited, in its order; later answers do not wait.
+    /// Sends the withheld responses in order; later ones are not withheld.
     ///
     /// # Errors
-    /// As [`send`](Self::send).
+    /// As for [`send`](Self::send).
     pub async fn release(&self, hold: &Hold) -> Result<(), FrameError> {
         let mut waiting = hold.0.waiting.lock().await;
         for outgoing in waiting.take().unwrap_or_default().0 {
@@ -227,8 +226,7 @@ impl Reply {
         Ok(())
     }
 
-    /// A sender for cancellable output: when the token is cancelled, nothing more of it is written, including queued
-    /// events.
+    /// A sender for cancellable output: after the token is cancelled nothing more is written, including queued events.
     #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
@@ -239,7 +237,7 @@ impl Reply {
         (reply, wanted)
     }
 
-    /// A sender, and the task that writes until the client is gone or [`Reply::end`] is called.
+    /// A sender, and the task that writes until the client disconnects or [`Reply::end`] is called.
     fn start(mut writer: BoxedWriter, patience: Duration) -> (Self, JoinHandle<BoxedWriter>) {
         let (queue, mut waiting) = mpsc::channel(FRAMES_QUEUED);
         let task = tokio::spawn(async move {
@@ -270,9 +268,9 @@ impl Reply {
         (reply, task)
     }
 
-    /// Lets the writer end after the queued events.
+    /// Ends the writer after the queued events.
     async fn end(&self) {
-        // When it has ended already, there is nothing to do.
+        // The writer may have ended already.
         let _ = self.queue.send(Outgoing::End).await;
     }
 }
@@ -287,26 +285,26 @@ enum Outgoing {
 /// Limits of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
-    /// Connections at the same time. A further one takes the place of the longest idle one; if none is idle, it is
-    /// refused.
+    /// Concurrent connections. A further one replaces the one that has been idle longest, or is refused if none is
+    /// idle.
     pub connections: usize,
-    /// A connection on which nothing comes for this long is closed.
+    /// A connection without input for this long is closed.
     pub idle: Duration,
-    /// A client must take each answer within this time.
+    /// Time limit for a client to read each response.
     pub write: Duration,
     /// Longest message.
     pub frame: FrameLimits,
 }
 
 impl Default for ServerLimits {
-    /// A house has a dozen satellites at most; a satellite that streams sends audio every 20 to 128 ms and opens a
-    /// connection per request, so a silent minute is a lost client.
+    /// A house has a dozen satellites at most. A satellite sends audio every 20 to 128 ms and opens a connection per
+    /// request, so a minute of silence means a lost client.
     fn default() -> Self {
         Self {
             connections: 16,
             idle: Duration::from_secs(60),
             write: Duration::from_secs(10),
-            // Clients send no lists; descriptions of servers have many.
+            // Clients send no lists, but descriptions of servers contain many.
             frame: FrameLimits {
                 tree: Bytes::from_mib(1),
                 ..FrameLimits::default()
@@ -315,7 +313,7 @@ impl Default for ServerLimits {
     }
 }
 
-/// A Wyoming server that listens.
+/// A listening Wyoming server.
 #[derive(Debug)]
 pub struct Server {
     listener: Listener,
@@ -323,10 +321,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens; a socket that an earlier run left behind is replaced, one on which another process listens is not.
+    /// Listens; replaces a socket left by an earlier run, but not one on which another process listens.
     ///
     /// # Errors
-    /// When the address is in use or cannot be bound.
+    /// If the address is in use or cannot be bound.
     pub async fn bind(endpoint: &Endpoint, limits: ServerLimits) -> Result<Self, io::Error> {
         let listener = match endpoint {
             Endpoint::Unix(path) => {
@@ -346,10 +344,10 @@ impl Server {
         Ok(Self { listener, limits })
     }
 
-    /// Serves a TCP socket that is open already.
+    /// Serves an open TCP socket.
     ///
     /// # Errors
-    /// When it cannot be used.
+    /// If it cannot be used.
     pub fn on_tcp(
         listener: std::net::TcpListener,
         limits: ServerLimits,
@@ -361,10 +359,10 @@ impl Server {
         })
     }
 
-    /// Serves a Unix socket that is open already; its file at `path` stays when the server ends.
+    /// Serves an open Unix socket; its file at `path` is not removed at the end.
     ///
     /// # Errors
-    /// When it cannot be used.
+    /// If it cannot be used.
     pub fn on_unix(
         listener: std::os::unix::net::UnixListener,
         path: PathBuf,
@@ -378,10 +376,10 @@ impl Server {
         })
     }
 
-    /// Address; for a TCP port of 0, the chosen port.
+    /// Address; for TCP port 0, the chosen port.
     ///
     /// # Errors
-    /// When the kernel does not provide it.
+    /// If the kernel does not provide it.
     pub fn endpoint(&self) -> Result<Endpoint, io::Error> {
         Ok(match &self.listener {
             Listener::Unix(_, file) => Endpoint::Unix(file.path.clone()),
@@ -389,7 +387,7 @@ impl Server {
         })
     }
 
-    /// Serves until `stop` is cancelled; then waits for the answers that are being given.
+    /// Serves until `stop` is cancelled; then waits for responses in progress.
     pub async fn run<S: Service>(self, service: S, stop: CancellationToken) {
         let service = Arc::new(service);
         let seats = Arc::new(Mutex::new(Seats::new(self.limits.connections)));
@@ -421,7 +419,7 @@ impl Server {
                     }
                 }
                 Err(error) => {
-                    // Out of descriptors or aborted by the peer: it passes, and a loop without a pause would spin.
+                    // Out of descriptors or aborted by the peer: temporary, but a loop without a pause would spin.
                     tracing::warn!(%error, "cannot accept a connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
@@ -432,7 +430,7 @@ impl Server {
     }
 }
 
-/// The places of all connections, and their activity.
+/// Slots of all connections, and their activity.
 struct Seats {
     limit: usize,
     next: u64,
@@ -448,7 +446,7 @@ impl Seats {
         }
     }
 
-    /// A new place; where all are taken, the one of the connection that has been idle for longest, which has to leave.
+    /// Takes a slot; if all are taken, that of the connection idle for longest, which is cancelled.
     fn take(&mut self, now: Instant) -> Option<(u64, CancellationToken)> {
         if self.taken.len() >= self.limit {
             let gives_way =
@@ -473,7 +471,6 @@ impl Seats {
     }
 }
 
-/// One of them.
 struct Seat {
     seats: Arc<Mutex<Seats>>,
     number: u64,
@@ -490,7 +487,7 @@ impl Seat {
         })
     }
 
-    /// Records the activity of the connection from now on.
+    /// Sets the current activity of the connection.
     fn note(&self, activity: Activity) {
         if let Some((noted, since, _)) = locked(&self.seats).taken.get_mut(&self.number) {
             (*noted, *since) = (activity, Instant::now());
@@ -508,7 +505,7 @@ fn locked(seats: &Mutex<Seats>) -> MutexGuard<'_, Seats> {
     seats.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Says that there is no place, and closes.
+/// Refuses a connection for lack of slots, and closes it.
 async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, limit: usize) {
     let error = Event::Error(ErrorReply {
         text: format!(
@@ -525,7 +522,6 @@ async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, l
     let _ = timeout(LINGER, reported).await;
 }
 
-/// One client.
 struct Connection<S: Service> {
     reader: FrameReader<BoxedReader>,
     service: Arc<S>,
@@ -567,7 +563,7 @@ impl<S: Service> Connection<S> {
                 text: refusal.text,
                 code: Some(refusal.code.to_owned()),
             });
-            // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
+            // A voice pipeline of Home Assistant waits forever after an `error` on an open connection.
             let _ = reply.send(error).await;
         }
         reply.end().await;
@@ -575,8 +571,8 @@ impl<S: Service> Connection<S> {
             return;
         };
         if writer.shutdown().await.is_ok() && refused {
-            // Pending client data must be read: closing with unread bytes would reset a TCP connection and could lose
-            // our response on its way.
+            // Read pending client data: closing with unread bytes would reset a TCP connection and could discard our
+            // response.
             let _ = timeout(LINGER, self.reader.discard(LINGER_BYTES)).await;
         }
     }
@@ -628,12 +624,12 @@ impl<S: Service> Connection<S> {
     }
 }
 
-/// Cause of an early end of a connection, including the server's own refusals.
+/// Reason for an early end of a connection, including the server's own refusals.
 enum ConnectionError {
     Session(SessionError),
     Frame(FrameError),
     Event(EventError),
-    /// Another connection has its place.
+    /// Another connection has taken its slot.
     GaveWay,
 }
 
@@ -666,11 +662,11 @@ impl Listener {
     }
 }
 
-/// The file of a bound Unix socket; removed with this value, unless another process has put another there.
+/// The file of a bound Unix socket; removed on drop, unless another process has replaced it.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
-    /// Its device and number; none where it is not ours to remove.
+    /// Its device and inode; `None` if it must not be removed.
     inode: Option<(u64, u64)>,
 }
 
@@ -704,7 +700,7 @@ async fn is_abandoned(path: &Path) -> bool {
         )
 }
 
-/// An error with its cause in one line, as the client sees only a text.
+/// An error with its cause on one line, because clients only get a text.
 fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
@@ -715,41 +711,40 @@ fn with_cause(error: &dyn std::error::Error) -> String {
 type BoxedReader = Box<dyn AsyncRead + Send + Unpin>;
 type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// Code of requests that are not understood.
+/// Code of invalid requests.
 pub const BAD_REQUEST: &str = "bad-request";
 
-/// Code of audio and texts that are longer than is taken.
+/// Code of overlong audio and texts.
 pub const TOO_LONG: &str = "too-long";
 
-/// Code of requests for which there is no room.
+/// Code of requests refused for lack of capacity.
 pub const BUSY: &str = "busy";
 
-/// Code of requests that the protocol has and this server does not.
+/// Code of requests in the protocol that this server lacks.
 pub const NOT_SUPPORTED: &str = "not-supported";
 
-/// Code of requests that come, or are not done yet, when the server ends.
+/// Code of requests that arrive, or are incomplete, when the server stops.
 pub const DRAINING: &str = "draining";
 
-/// A recording in which nothing has come for this long gives way. Our choice: satellites send every 20 to 128 ms.
+/// A recording without input for this long yields. Our choice: satellites send every 20 to 128 ms.
 const STALLED: Duration = Duration::from_secs(5);
 
-/// Connections that are refused in words at once; further ones are closed.
+/// Concurrent refusals with a message; further connections are closed.
 const REFUSED_AT_ONCE: usize = 8;
 
-/// Messages that wait to be written; then their sender waits.
+/// Messages in the write queue; then their sender waits.
 const FRAMES_QUEUED: usize = 8;
 
-/// Memory of messages that wait for a client that has not asked yet; then their sender waits. Our choice: some 2.5 s of
-/// sound.
+/// Memory of withheld messages; then their sender waits. Our choice: some 2.5 s of audio.
 pub const HELD_KIB: u32 = 128;
 
-/// What a message takes beside its text and samples. Our choice, as a map of a few fields.
+/// Overhead of a message besides text and samples. Our choice: a map of a few fields.
 const FRAME_BYTES: usize = 1 << 10;
 
-/// Pause after an accept that failed.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Time and bytes for which a client may continue to send after a refusal. The data is discarded; ten minutes in CD
+/// Time and bytes for which a client may continue to send after a refusal; the data is discarded. Ten minutes in CD
 /// quality have 101 MiB.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 128 << 20;

@@ -1,6 +1,6 @@
-//! Conversion of written text for a voice: no markup or pictures, hosts for addresses.
+//! Conversion of written text for a voice: removes markup and emoji, shortens addresses to hosts.
 
-/// A sentence without Markdown, as it is spoken; `None` if nothing is left.
+/// A sentence for speech, without Markdown; `None` if nothing is left.
 ///
 /// Sentences never span lines, so line markup is always at the beginning of a sentence.
 pub(super) fn spoken(sentence: &str) -> Option<String> {
@@ -23,7 +23,6 @@ pub(super) fn spoken(sentence: &str) -> Option<String> {
     said.chars().any(char::is_alphanumeric).then_some(said)
 }
 
-/// The cells of a row of a table.
 fn cells(row: &str) -> String {
     let cells: Vec<&str> = row
         .split('|')
@@ -33,7 +32,7 @@ fn cells(row: &str) -> String {
     cells.join(", ")
 }
 
-/// The line behind marks of a heading, a quotation or an item of a list.
+/// The line without the mark of a heading, quotation or list item.
 fn without_line_mark(line: &str) -> &str {
     let mut rest = line;
     loop {
@@ -80,7 +79,7 @@ fn with_link_texts(text: &str) -> String {
     said
 }
 
-/// The text without code marks, and without stars, underscores and tildes at the edge of a word.
+/// The text without code marks, and without stars, underscores and tildes at word boundaries.
 fn without_emphasis(text: &str) -> String {
     let characters: Vec<char> = text.chars().collect();
     let is_mark = |character: char| matches!(character, '*' | '_' | '~');
@@ -100,7 +99,7 @@ fn without_emphasis(text: &str) -> String {
         let after = characters.get(at + run).copied();
         let inside = |side: Option<char>| side.is_some_and(char::is_alphanumeric);
         let alone = |side: Option<char>| side.is_none_or(char::is_whitespace);
-        // `2 * 3` and `snake_case` stay.
+        // Keeps `2 * 3` and `snake_case`.
         let emphasis = is_mark(first)
             && (run > 1 || first != '~')
             && !(inside(before) && inside(after) && run == 1)
@@ -113,7 +112,7 @@ fn without_emphasis(text: &str) -> String {
     said
 }
 
-/// A word without pictures; an address as its host.
+/// A word without emoji; an address as its host.
 fn word(word: &str) -> String {
     let word = word.trim_matches(['<', '>']);
     let opened = word.trim_start_matches(['(', '"', '\'']);
@@ -141,7 +140,7 @@ fn word(word: &str) -> String {
     format!("{lead}{host}{tail}")
 }
 
-/// Whether a character is an emoji or a part of one (Unicode 16, emoji-data, without characters of plain text).
+/// Whether a character is an emoji or part of one (Unicode 16, emoji-data, without characters of plain text).
 const fn is_picture(character: char) -> bool {
     matches!(
         character,

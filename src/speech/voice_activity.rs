@@ -1,4 +1,4 @@
-//! Detector of speech by its loudness, for turns of a conversation.
+//! Detector of speech by loudness, for turns of a conversation.
 //!
 //! ```text
 //!             9 loud hops                early pause
@@ -7,29 +7,28 @@
 //!     │                          └──────────────────────────┘ │ a frame above the release level
 //!     └───────────────────────────────────────────────────────┘ frames below it for the whole pause
 //! ```
-//!
-//! A hop is 5 ms, a quarter of a frame. It is loud when it is above a level and 10 dB above the background, which is the
-//! quietest frame of the last 3 s: words have gaps between them, a fan has none. Nine hops are 45 ms, so speech is
-//! found within 50 ms of its first sample, wherever in a hop that is.
+//! A hop is 5 ms, a quarter of a frame. It is loud if it is above a level and 10 dB above the background, which is the
+//! quietest frame of the last 3 s: speech has gaps between words, a fan does not. Nine hops are 45 ms, so speech is
+//! found within 50 ms of its first sample, at any alignment.
 
 use std::{mem, time::Duration};
 
 use super::audio::ASR_RATE_HZ;
 
-/// Begin or end of speech, in samples since the first one.
+/// Start or end of speech, in samples since the first one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VoiceEdge {
-    /// Speech began there.
+    /// Speech began here.
     Started(u64),
-    /// It has paused, with the early pause, there; it may have ended.
+    /// Speech paused for the early pause here; it may have ended.
     Paused(u64),
-    /// It went on there after [`Paused`](Self::Paused).
+    /// Speech continued here after [`Paused`](Self::Paused).
     Resumed(u64),
-    /// It ended, with the pause that ends it, there.
+    /// Speech ended here, with the full pause.
     Stopped(u64),
 }
 
-/// Detects speech in mono audio that comes in pieces.
+/// Detects speech in mono audio, piece by piece.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -45,11 +44,11 @@ pub struct VoiceDetector {
     level: f64,
     /// Frames below the release level that end speech.
     pause: u32,
-    /// Frames below it after which speech has paused; none are looked for with `None`.
+    /// Frames below it that make an early pause; `None` detects none.
     early: Option<u32>,
     /// Samples of a hop.
     hop: u32,
-    /// Squares of the samples of the unfinished hop, and of the whole hops of the unfinished frame.
+    /// Energy of the unfinished hop, and of the complete hops of the unfinished frame.
     energy: (f64, f64),
     /// Samples so far.
     position: u64,
@@ -59,7 +58,7 @@ pub struct VoiceDetector {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// Hops from the first loud one to the last, those after it, and the greatest energy of one.
+    /// Hops from the first loud one to the last, hops after that, and the greatest energy of a hop.
     Quiet {
         onset: u32,
         gap: u32,
@@ -71,8 +70,8 @@ enum State {
 }
 
 impl VoiceDetector {
-    /// A detector for this rate, in whole kHz, and threshold, 0 (−60 dB of full scale) to 1 (−20 dB), that ends speech
-    /// after this pause.
+    /// A detector for this rate, in whole kHz, with a threshold from 0 (−60 dB of full scale) to 1 (−20 dB) and the
+    /// pause that ends speech.
     #[must_use]
     pub fn new(rate_hz: u32, threshold: f64, pause: Duration) -> Self {
         Self {
@@ -87,23 +86,23 @@ impl VoiceDetector {
         }
     }
 
-    /// From now on reports pauses of this length as well, where that is below the length that ends speech.
+    /// Also reports pauses of this length, if it is below the one that ends speech.
     pub fn set_early_pause(&mut self, pause: Duration) {
         self.early = Some(frames(pause)).filter(|early| *early < self.pause);
     }
 
-    /// Whether there is speech.
+    /// Whether speech is in progress.
     #[must_use]
     pub const fn is_speaking(&self) -> bool {
         matches!(self.state, State::Speaking { .. })
     }
 
-    /// Takes speech as ended.
+    /// Ends speech without an event.
     pub const fn reset(&mut self) {
         self.state = QUIET;
     }
 
-    /// Takes a piece and returns the edges in it, in order.
+    /// Processes a piece and returns its edges, in order.
     pub fn push(&mut self, samples: &[i16]) -> Vec<VoiceEdge> {
         let mut edges = Vec::new();
         for &sample in samples {
@@ -162,16 +161,15 @@ impl VoiceDetector {
     }
 }
 
-/// Whole frames of a pause, at least one.
+/// Complete frames of a pause, at least one.
 fn frames(pause: Duration) -> u32 {
     let frames = pause.as_millis().div_ceil(u128::from(FRAME_MS));
     u32::try_from(frames).unwrap_or(u32::MAX).max(1)
 }
 
-/// The pause after which speech has probably ended, for work that is done ahead of the end.
+/// The pause after which speech has probably ended, for early work.
 ///
-/// It becomes longer each time that speech went on and shorter each time that it had ended, so that about one attempt
-/// in six is in vain.
+/// It grows each time speech continued and shrinks each time it had ended, so that about one attempt in six is wasted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EarlyPause(Duration);
 
@@ -188,29 +186,28 @@ impl EarlyPause {
         self.0
     }
 
-    /// After this pause, speech went on.
+    /// Records that speech continued after this pause.
     pub fn went_on(&mut self) {
         self.0 = (self.0 + EARLY_STEP * 5).min(EARLY_MAX);
     }
 
-    /// After this pause, speech had ended.
+    /// Records that speech had ended.
     pub fn ended(&mut self) {
         self.0 = self.0.saturating_sub(EARLY_STEP).max(EARLY_MIN);
     }
 }
 
-/// Whether audio of this length, which began so long ago, comes as it is spoken: faster, it is a file.
+/// Whether audio of this length, which began `elapsed` ago, arrives in real time; faster audio is a file.
 #[must_use]
 pub fn comes_as_spoken(audio: Duration, elapsed: Duration) -> bool {
     audio <= elapsed + AHEAD_MAX
 }
 
-/// How far audio may be ahead of the time. Our choice: some buffers of a microphone.
+/// How far audio may be ahead of real time. Our choice: some buffers of a microphone.
 const AHEAD_MAX: Duration = Duration::from_millis(500);
 
-/// Whether a whole recording contains speech: several consecutive frames are above the least level and well above the
-/// quietest tenth of the recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of
-/// them.
+/// Whether a recording contains speech: several consecutive frames are above the least level and well above the
+/// quietest tenth of the recording. Silence, hum and fan noise vary less; recognisers turn them into words.
 ///
 /// ```
 /// # use cotenant_speech::voice_activity::contains_speech;
@@ -240,14 +237,14 @@ pub fn contains_speech(samples: &[i16]) -> bool {
 /// The quietest frame of the last seconds.
 #[derive(Clone, Debug)]
 struct Background {
-    /// The quietest of each half second, the oldest first, the last one unfinished.
+    /// The minimum of each half second, oldest first, the last one incomplete.
     least: [f64; BUCKETS],
     frames: u32,
 }
 
 impl Default for Background {
     fn default() -> Self {
-        // nothing is known of it before the first seconds have passed
+        // unknown until the first seconds have passed
         Self {
             least: [0.0; BUCKETS],
             frames: 0,
@@ -274,41 +271,42 @@ impl Background {
     }
 }
 
-/// Our choice, as usual: long enough for a period of any voice.
+/// Our choice, a usual value: long enough for a period of any voice.
 const FRAME_MS: u32 = 20;
 /// A frame at [`ASR_RATE_HZ`].
 const FRAME_SAMPLES: u32 = ASR_RATE_HZ / 1000 * FRAME_MS;
 const FRAME: usize = FRAME_SAMPLES as usize;
 /// Hops of a frame.
 const HOPS: u32 = 4;
-/// Hops that begin speech. Our choice: 45 ms, which a click does not last.
+/// Hops that start speech. Our choice: 45 ms, longer than a click.
 const ONSET: u32 = 9;
-/// Hops among them that need not be loud, between two pulses of a low voice.
+/// Hops among them that may be quiet, between two pulses of a low voice.
 const GAP: u32 = 2;
-/// 15 dB below the loudest hop. Our choice: a knock has faded so far after 45 ms, a voice in twice that time has not.
+/// 15 dB below the loudest hop. Our choice: a knock fades by this much within 45 ms, a voice not within twice that
+/// time.
 const FADED: f64 = 0.03;
 const QUIET: State = State::Quiet {
     onset: 0,
     gap: 0,
     peak: 0.0,
 };
-/// Loud frames of a recording that are a word. Our choice.
+/// Loud frames that make a word of a recording. Our choice.
 const WORD: usize = 3;
 /// 10 dB above the background. Our choice.
 const ABOVE_BACKGROUND: f64 = 10.0;
-/// 6 dB below the gate: a voice falls at the end of a word. Our choice.
+/// 6 dB below the gate, because voices fade at the end of a word. Our choice.
 const RELEASE: f64 = 0.25;
-/// 6 dB above the quietest tenth of a recording. Our choice: half of the margin that begins a turn, since a wrong
-/// decision here loses the recording.
+/// 6 dB above the quietest tenth of a recording. Our choice: half of the margin that starts a turn, because a wrong
+/// decision here discards the recording.
 const ABOVE_QUIETEST: f64 = 4.0;
-/// −60 dB of full scale, the least that the detector's threshold can be set to.
+/// −60 dB of full scale, the minimum of the detector's threshold.
 const LEAST_POWER: f64 = 1e-6;
-/// Our choice: plosives and the gaps between words are shorter, and clients end a turn after 500 ms and more.
+/// Our choice: plosives and gaps between words are shorter, and clients end a turn after 500 ms or more.
 const EARLY_MIN: Duration = Duration::from_millis(150);
 const EARLY_MAX: Duration = Duration::from_millis(400);
 const EARLY_STEP: Duration = Duration::from_millis(10);
 const FULL_SCALE: f64 = 32_768.0;
-/// Half a second each, 3 s in all. Our choice: few speak as long without a gap.
+/// Half a second each, 3 s in total. Our choice: few people speak this long without a gap.
 const BUCKETS: usize = 6;
 const BUCKET_FRAMES: u32 = 500 / FRAME_MS;
 
@@ -430,7 +428,7 @@ mod tests {
                 sample
             })
             .collect();
-        // 3 s of what is the background, and what follows
+        // 3 s of background, then the sound
         for (what, background, sound) in [
             ("click", noise(20, 3000), noise(20_000, 35)),
             ("knock", noise(20, 3000), click(20_000, 15.0)),

@@ -1,4 +1,4 @@
-//! Speech worker behind any of the supported protocols.
+//! Client of a speech worker with any supported protocol.
 
 use tokio::sync::mpsc;
 
@@ -8,21 +8,20 @@ use super::{
     http::{HttpSpeechClient, Manner},
 };
 
-/// Asks one worker to hear or to speak.
+/// A client of one worker.
 #[derive(Clone, Debug)]
 pub enum SpeechClient {
     /// Over HTTP.
     Http(HttpSpeechClient),
-    /// In Wyoming's events.
+    /// Over Wyoming.
     Wyoming(WyomingClient),
 }
 
 impl SpeechClient {
-    /// The transcript of `audio`, from a worker set to expect `language`. Partial transcripts are passed on to `pieces`
-    /// as they arrive.
+    /// Transcribes `audio` with the expected `language`. Partial transcripts are sent to `pieces` as they arrive.
     ///
     /// # Errors
-    /// When it cannot be reached, does not answer in time, refuses, or answers something else.
+    /// If the worker cannot be reached, does not reply in time, refuses, or replies with something else.
     pub async fn hear(
         &self,
         audio: &MonoAudio,
@@ -35,7 +34,7 @@ impl SpeechClient {
         }
     }
 
-    /// Whether the worker honours the requested speed. Wyoming has no field for it.
+    /// Whether the worker supports speed; Wyoming has no field for it.
     #[must_use]
     pub const fn takes_speed(&self) -> bool {
         match self {
@@ -44,11 +43,10 @@ impl SpeechClient {
         }
     }
 
-    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned
-    /// value closes the connection.
+    /// Synthesises `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
     ///
     /// # Errors
-    /// As [`hear`](Self::hear); later failures come as items.
+    /// As for [`hear`](Self::hear); later failures are items of the stream.
     pub async fn synthesize(
         &self,
         text: &str,
@@ -60,10 +58,7 @@ impl SpeechClient {
         }
     }
 
-    /// Languages that the worker announces; empty if it announces none.
-    ///
-    /// # Errors
-    /// As [`hear`](Self::hear).
+    /// Languages that the worker announces, if any; errors as for [`hear`](Self::hear).
     pub async fn languages(&self) -> Result<Vec<String>, ClientError> {
         let Self::Wyoming(client) = self else {
             return Ok(Vec::new());
@@ -79,11 +74,7 @@ impl SpeechClient {
         Ok(languages)
     }
 
-    /// Names of the voices that the worker announces; empty if it announces none. Voices that it would have to download
-    /// first are omitted.
-    ///
-    /// # Errors
-    /// As [`hear`](Self::hear).
+    /// Names of the installed voices that the worker announces, if any; errors as for [`hear`](Self::hear).
     pub async fn voices(&self) -> Result<Vec<String>, ClientError> {
         let Self::Wyoming(client) = self else {
             return Ok(Vec::new());

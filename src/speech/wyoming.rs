@@ -5,9 +5,9 @@
 //! <data_length bytes: a JSON object, merged over the header's `data`> <payload_length bytes>
 //! ```
 //!
-//! [`frame`] splits bytes into such messages with a limit on every length, [`event`] gives them types, [`info`] is a
-//! server's description of itself. Unknown fields and event types are ignored, and an explicit `null` equals a missing
-//! field, as the reference implementation sends both.
+//! [`frame`] splits bytes into such messages with a limit on every length, [`event`] types them, [`info`] is the
+//! description of a server. Unknown fields and event types are ignored, and an explicit `null` equals a missing field,
+//! because the reference implementation sends both.
 
 pub mod event;
 pub mod frame;

@@ -1,24 +1,24 @@
-//! Build identification that the program prints at startup.
+//! Build identification, printed at startup.
 
 use std::sync::OnceLock;
 
 static COMMIT: OnceLock<&'static str> = OnceLock::new();
 static VERSION: OnceLock<String> = OnceLock::new();
 
-/// Says of which commit this program is. The first one counts; an empty one is none.
+/// Sets the commit of this program. The first non-empty value is kept.
 pub fn set_commit(commit: &'static str) {
     if !commit.is_empty() {
         COMMIT.get_or_init(|| commit);
     }
 }
 
-/// The commit of this program, `unknown` in builds for development.
+/// The commit of this program, `unknown` in development builds.
 #[must_use]
 pub fn commit() -> &'static str {
     COMMIT.get().copied().unwrap_or("unknown")
 }
 
-/// The version, with the commit where it is known.
+/// The version, with the commit if known.
 #[must_use]
 pub fn version() -> &'static str {
     let version = env!("CARGO_PKG_VERSION");

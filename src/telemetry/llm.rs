@@ -16,7 +16,7 @@ use cotenant_units::Tokens;
 
 use crate::table::{Labels, Size, Table, labels, raise};
 
-/// What the engine itself reports.
+/// Load reported by the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LlmLoad {
     /// Requests being answered.
@@ -29,15 +29,14 @@ pub struct LlmLoad {
     pub conversations: usize,
     /// Their tokens.
     pub kept: Tokens,
-    /// The part of these in blocks that other conversations have as well.
+    /// Kept tokens in blocks shared with other conversations.
     pub shared: Tokens,
     /// Tokens drafted so far.
     pub drafted: u64,
-    /// The part of these that was accepted.
+    /// Drafted tokens that were accepted.
     pub accepted: u64,
 }
 
-/// The series.
 #[derive(Debug)]
 pub(crate) struct LlmMetrics {
     requests: Family<Labels<1>, Size>,
@@ -82,7 +81,7 @@ impl LlmMetrics {
         }
     }
 
-    /// Takes over what the arbiter knows.
+    /// Sets the figures known to the arbiter.
     pub(crate) fn observe(&self, engine: &EngineView) {
         self.speed.clear();
         self.context.clear();
@@ -106,12 +105,12 @@ impl LlmMetrics {
         }
     }
 
-    /// Sets whether [`Self::encode_vllm`] writes anything.
+    /// Enables or disables [`Self::encode_vllm`].
     pub(crate) fn show_vllm(&self, shown: bool) {
         self.vllm.shown.store(shown, Ordering::Relaxed);
     }
 
-    /// Writes the load under vLLM's names, where that is wanted.
+    /// Writes the load under vLLM's names, if enabled.
     ///
     /// # Errors
     /// Those of the writer.
@@ -122,7 +121,7 @@ impl LlmMetrics {
         Ok(())
     }
 
-    /// Takes over what the engine reports about `model`, with its KV capacity.
+    /// Sets the engine's report for `model`, and its KV capacity.
     pub(crate) fn set(&self, model: &str, load: &LlmLoad, capacity: Tokens) {
         let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
         let states = [
@@ -160,7 +159,7 @@ impl LlmMetrics {
     }
 }
 
-/// The same load under the names and with the label of vLLM, in a registry without our prefix.
+/// The same load with vLLM's names and label, in a registry without our prefix.
 #[derive(Debug)]
 struct VllmNames {
     registry: Registry,

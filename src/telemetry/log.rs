@@ -23,52 +23,52 @@ use tracing_subscriber::{
     reload,
 };
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
-    /// For people.
+    /// Text for people.
     Text,
-    /// For systemd's journal: each line with its priority, and without the time, which the journal has.
+    /// Text for systemd's journal: with the priority, and without the time, which the journal adds.
     Journal,
 }
 
-/// Logging that could not be set up.
+/// Failure to set up logging.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// The filter is not one.
+    /// The filter is invalid.
     #[error("cannot log by the filter `{filter}`")]
     Filter {
-        /// As written.
+        /// Configured value.
         filter: String,
-        /// Why not.
+        /// Cause.
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
-    /// The log has ended.
+    /// Logging has ended.
     #[error("cannot change the filter of the log")]
     Gone {
-        /// As the subscriber has it.
+        /// Cause.
         #[source]
         source: reload::Error,
     },
-    /// The thread that writes could not be started.
+    /// The writer thread cannot be started.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
-    /// Another subscriber logs already.
+    /// Another subscriber is installed.
     #[error("cannot log: logging has been set up before")]
     Taken,
 }
 
-/// Keeps the lines coming; when dropped, waits a moment for those still under way.
+/// Keeps logging active; when dropped, waits briefly for pending lines.
 #[derive(Debug)]
 pub struct LogGuard {
     sender: SyncSender<Message>,
     dropped: Arc<AtomicU64>,
 }
 
-/// Changes which lines are logged.
+/// Handle to change the log filter.
 #[derive(Clone)]
 pub struct LogFilter(Arc<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>);
 
@@ -79,16 +79,16 @@ impl fmt::Debug for LogFilter {
 }
 
 impl LogFilter {
-    /// Logs by another filter from now on.
+    /// Applies another filter.
     ///
     /// # Errors
-    /// When the filter cannot be read, or nothing is logged any more.
+    /// If the filter is invalid, or logging has ended.
     pub fn set(&self, filter: &str) -> Result<(), LogError> {
         (self.0)(parsed(filter)?).map_err(|source| LogError::Gone { source })
     }
 }
 
-/// Counts lines that were lost because the reader of the log was too slow.
+/// Counts lines lost because the reader of the log was too slow.
 #[derive(Clone, Debug, Default)]
 pub struct LinesDropped(Arc<AtomicU64>);
 
@@ -101,13 +101,13 @@ impl LinesDropped {
 }
 
 impl LogGuard {
-    /// The count of lines lost.
+    /// The counter of lost lines.
     #[must_use]
     pub fn dropped(&self) -> LinesDropped {
         LinesDropped(Arc::clone(&self.dropped))
     }
 
-    /// Waits until everything logged before has been written, at most one second.
+    /// Waits until all earlier lines are written, at most one second.
     pub fn flush(&self) {
         let deadline = Instant::now() + FLUSH_MAX;
         let (done, wait) = sync_channel(1);
@@ -133,7 +133,7 @@ impl Drop for LogGuard {
 /// Sends all log lines of this process to stderr.
 ///
 /// # Errors
-/// When the filter cannot be read, the thread cannot be started, or logging was set up before.
+/// If the filter is invalid, the thread cannot be started, or logging was set up before.
 pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), LogError> {
     let filter = parsed(filter)?;
     let (writer, guard) = channel(io::stderr(), LINES_MAX).map_err(LogError::Thread)?;
@@ -168,7 +168,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), Lo
         .map_err(|_| LogError::Taken)
 }
 
-/// Lines of another format behind the priority that journald takes from them (sd-daemon(3)).
+/// Prefixes lines of another format with the priority for journald (sd-daemon(3)).
 struct WithPriority<F>(F);
 
 impl<S, N, F> FormatEvent<S, N> for WithPriority<F>
@@ -192,7 +192,7 @@ fn without_time() -> Format<Full, ()> {
     format::format().with_ansi(false).without_time()
 }
 
-/// The priority of syslog(3) that a level is.
+/// The syslog(3) priority of a level.
 const fn priority(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,
@@ -203,7 +203,7 @@ const fn priority(level: Level) -> u8 {
 }
 
 fn parsed(filter: &str) -> Result<EnvFilter, LogError> {
-    // Levels were once written by the modules of one crate.
+    // Modules were once parts of a single crate, whose name older filters contain.
     EnvFilter::try_new(filter.replace("cotenant::", "cotenant_")).map_err(|source| {
         LogError::Filter {
             filter: filter.to_owned(),
@@ -217,14 +217,14 @@ enum Message {
     Flush(SyncSender<()>),
 }
 
-/// Hands lines to the thread that writes them.
+/// Sends lines to the writer thread.
 #[derive(Clone, Debug)]
 struct LineWriter {
     sender: SyncSender<Message>,
     dropped: Arc<AtomicU64>,
 }
 
-/// One line while it is being formatted; sent off when dropped.
+/// One line being formatted; sent on drop.
 #[derive(Debug)]
 struct Line<'a> {
     writer: &'a LineWriter,
@@ -264,7 +264,7 @@ impl<'a> MakeWriter<'a> for LineWriter {
     }
 }
 
-/// A writer for `capacity` lines, and its thread.
+/// A writer with a queue of `capacity` lines, and its thread.
 fn channel(
     out: impl Write + Send + 'static,
     capacity: usize,
@@ -282,7 +282,7 @@ fn channel(
     Ok((writer, LogGuard { sender, dropped }))
 }
 
-/// Writes lines until the last sender is gone. A closed stderr is no reason to stop.
+/// Writes lines until all senders are gone; continues if stderr is closed.
 fn write_lines(receiver: &Receiver<Message>, mut out: impl Write, dropped: &AtomicU64) {
     let mut reported = 0;
     while let Ok(message) = receiver.recv() {
@@ -303,7 +303,7 @@ fn write_lines(receiver: &Receiver<Message>, mut out: impl Write, dropped: &Atom
     }
 }
 
-/// Some seconds of a noisy log; at 200 bytes a line it holds 0.4 MB.
+/// Some seconds of a noisy log; 0.4 MB at 200 bytes per line.
 const LINES_MAX: usize = 2048;
 const LINE_BYTES: usize = 256;
 const FLUSH_MAX: Duration = Duration::from_secs(1);
@@ -317,7 +317,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes into a shared buffer, each line only once it has been let through.
+    /// Writes to a shared buffer, each line once it is released.
     struct Gate {
         open: Receiver<()>,
         text: Arc<Mutex<String>>,
@@ -357,7 +357,7 @@ mod tests {
                 tracing::info!(number, "line");
             }
         });
-        // One line may be under way in the thread, four wait in the channel.
+        // One line may be in the thread, four in the channel.
         let lost = guard.dropped().get();
         assert!((95..=96).contains(&lost), "{lost}");
         drop(open);

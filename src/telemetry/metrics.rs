@@ -1,7 +1,6 @@
-//! Table of all metrics, in OpenMetrics format.
+//! All metrics, in OpenMetrics format.
 //!
-//! Most figures come from one [`Snapshot`] at a time; events between two snapshots are counted by the methods named
-//! after them.
+//! Most figures come from one [`Snapshot`]; methods named after events count those between snapshots.
 
 use std::{
     collections::BTreeSet,
@@ -38,7 +37,7 @@ use crate::{
     table::{Known, Labels, Size, Table, labels, raise},
 };
 
-/// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
+/// All metrics. Updates and encoding are mutually exclusive, so that a scrape sees one state.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -262,7 +261,7 @@ impl Metrics {
         }
     }
 
-    /// Takes over all figures of a snapshot.
+    /// Sets all figures of a snapshot.
     pub fn observe(&self, snapshot: &Snapshot) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         set(&self.budget, snapshot.memory.budget);
@@ -290,7 +289,7 @@ impl Metrics {
         self.observe_workers(snapshot);
     }
 
-    /// Makes the series of all that may be counted, at zero: an increase from no series to 1 is none for Prometheus.
+    /// Creates all series that may be counted, at zero: for Prometheus, an appearing series is not an increase.
     pub fn expect<'name>(&self, workers: impl Iterator<Item = &'name str>, denials: &[&str]) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         for worker in workers {
@@ -333,34 +332,34 @@ impl Metrics {
         }
     }
 
-    /// A request for a lease was denied.
+    /// Counts a denied lease request.
     pub fn lease_denied(&self, reason: &str) {
         self.lease_denied
             .get_or_create(&labels([("reason", reason)]))
             .inc();
     }
 
-    /// Reclaimed memory was verified to be back.
+    /// Records verified reclaim.
     pub fn reclaimed(&self, took: Duration) {
         self.reclaim.observe(took.as_secs_f64());
     }
 
-    /// A holder did not reach its target by the deadline.
+    /// Counts a holder that missed its target.
     pub fn reclaim_missed(&self, tenant: &str) {
         self.reclaim_missed
             .get_or_create(&labels([("tenant", tenant)]))
             .inc();
     }
 
-    /// Something was shed and verified; `level` led to it.
+    /// Counts a verified shed caused by `level`.
     pub fn shed(&self, level: PressureLevel) {
         self.shed_events
             .get_or_create(&[("level", level.to_string().to_lowercase())])
             .inc();
     }
 
-    /// Bytes released by a shed: `kv`, `layers`, `workspace`, `worker`, `tenant`; and its reason: `lease`, `operator`,
-    /// `pressure`.
+    /// Counts bytes released by a shed: `kv`, `layers`, `workspace`, `worker`, `tenant`; by reason: `lease`,
+    /// `operator`, `pressure`.
     pub fn shed_bytes(&self, what: &str, reason: &str, bytes: Bytes) {
         self.shed_bytes
             .get_or_create(&labels([("what", what), ("reason", reason)]))
@@ -372,21 +371,21 @@ impl Metrics {
         set(&self.kv_used, bytes);
     }
 
-    /// A worker was started again after an unexpected end: `exited`, `killed`, `not_ready`.
+    /// Counts a restart of a worker after an unexpected exit: `exited`, `killed`, `not_ready`.
     pub fn worker_restarted(&self, worker: &str, reason: &str) {
         self.worker_restarts
             .get_or_create(&labels([("worker", worker), ("reason", reason)]))
             .inc();
     }
 
-    /// A worker died, or could not be started: `memcg_oom`, `exec_failed`.
+    /// Counts a death of a worker, or a failed start: `memcg_oom`, `exec_failed`.
     pub fn worker_died(&self, worker: &str, class: &str) {
         self.worker_deaths
             .get_or_create(&labels([("worker", worker), ("class", class)]))
             .inc();
     }
 
-    /// Memory of a worker, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or the figure is unknown.
+    /// Memory of a worker, by kind: `pss`, `rss`, `cgroup`. `None` if it has ended, or the figure is unknown.
     pub fn set_worker_memory(&self, worker: &str, kind: &str, bytes: Option<Bytes>) {
         let labels = labels([("worker", worker), ("kind", kind)]);
         match bytes {
@@ -397,7 +396,7 @@ impl Metrics {
         }
     }
 
-    /// A request was answered.
+    /// Records a completed request.
     pub fn request(&self, route: &str, code: u16, took: Duration) {
         let labels = [("route", route.to_owned()), ("code", code.to_string())];
         self.request
@@ -410,12 +409,12 @@ impl Metrics {
         self.first_token.observe(took.as_secs_f64());
     }
 
-    /// The first sound of an answer was sent, so long after the end of the utterance.
+    /// Records the time from the end of an utterance to the first audio of its answer.
     pub fn first_audio(&self, took: Duration) {
         self.first_audio.observe(took.as_secs_f64());
     }
 
-    /// Tokens were read (`prompt`) or written (`completion`).
+    /// Counts tokens that were read (`prompt`) or generated (`completion`).
     pub fn tokens(&self, kind: &str, count: u64) {
         self.tokens
             .get_or_create(&labels([("kind", kind)]))
@@ -429,7 +428,7 @@ impl Metrics {
             .set(age.as_secs_f64());
     }
 
-    /// Lines of the journal lost so far.
+    /// Journal lines lost so far.
     pub fn set_journal_lost(&self, lines: u64) {
         raise(&self.journal_lost, lines);
     }
@@ -440,28 +439,28 @@ impl Metrics {
         self.node.set(node);
     }
 
-    /// Sets whether the LLM's load is also published under vLLM's names.
+    /// Publishes the LLM's load also under vLLM's names.
     pub fn show_vllm_names(&self, shown: bool) {
         self.llm.show_vllm(shown);
     }
 
-    /// Requests and conversations of the LLM `model`, whose KV cache has this capacity.
+    /// Requests and conversations of the LLM `model`, and the capacity of its KV cache.
     pub fn set_llm(&self, model: &str, load: &LlmLoad, capacity: Tokens) {
         self.llm.set(model, load, capacity);
     }
 
-    /// The longest time in which the engine could take no command.
+    /// The longest time in which the engine accepted no command.
     pub fn set_command_gap(&self, gap: Duration) {
         self.command_gap.set(gap.as_secs_f64());
     }
 
-    /// Allocations of sheds that the emergency reserve served, and those that it could not.
+    /// Allocations served by the emergency reserve, and those that did not fit.
     pub fn set_standby(&self, served: u64, missed: u64) {
         raise(&self.standby_served, served);
         raise(&self.standby_missed, missed);
     }
 
-    /// Spans that a collector has taken, and spans that were lost, so far.
+    /// Spans accepted by a collector, and lost spans, so far.
     pub fn set_spans(&self, exported: u64, dropped: u64) {
         raise(&self.spans_exported, exported);
         raise(&self.spans_dropped, dropped);
@@ -477,7 +476,7 @@ impl Metrics {
     pub fn encode(&self) -> String {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         let mut text = String::new();
-        // A `String` takes everything, and all labels are strings or numbers: there is nothing that could fail.
+        // Writing to a `String` does not fail, and labels are strings or numbers.
         let _ = encode_registry(&mut text, &self.registry)
             .and_then(|()| self.llm.encode_vllm(&mut text))
             .and_then(|()| encode_eof(&mut text));
@@ -522,7 +521,7 @@ impl Metrics {
                 .get_or_create(&labels([("state", state)]))
                 .set(0);
         }
-        // Ended leases must vanish; a scrape waits meanwhile.
+        // Removes ended leases; scrapes wait meanwhile.
         self.lease_held.clear();
         self.lease_used.clear();
         self.lease_target.clear();
@@ -546,7 +545,7 @@ impl Metrics {
             self.lease_held
                 .get_or_create(&holder)
                 .inc_by(lease.memory.held.get());
-            // One reading of its process, however many leases that has.
+            // One reading of the process, however many leases it has.
             if let Some(used) = lease.memory.used
                 && read.insert(lease.holder())
             {
@@ -600,7 +599,7 @@ impl Metrics {
                     .set((state == now).into());
             }
         }
-        // Without a plan there are no layers: a share of nothing is no figure.
+        // Without layers there is no ratio.
         if resident + streamed > 0 {
             self.layers
                 .get_or_create(&labels([("state", "resident")]))
@@ -635,7 +634,7 @@ impl Default for Metrics {
     }
 }
 
-/// All states of a worker with their names in metrics.
+/// Worker states with their names in metrics.
 const WORKER_STATES: [(WorkerState, &str); 7] = [
     (WorkerState::Stopped, "stopped"),
     (WorkerState::AwaitingMemory, "awaiting_memory"),
@@ -781,7 +780,7 @@ mod tests {
             model: "tiny".to_owned(),
             config_hash: "85944171f73967e8".to_owned(),
         });
-        // Series of one family come in no order.
+        // Series of a family have no order.
         let text = metrics.encode();
         let mut lines: Vec<&str> = text
             .lines()
@@ -871,7 +870,7 @@ mod tests {
     #[test]
     fn what_a_process_uses_counts_once_for_all_its_leases() {
         let metrics = Metrics::new();
-        // Two processes of one name, of which the second has a lease by another name too.
+        // Two processes with one name; the second also has a lease under another name.
         let leases = [
             ("tts", "tts"),
             ("tts", "tts"),

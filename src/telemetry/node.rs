@@ -4,10 +4,10 @@ use prometheus_client::metrics::family::Family;
 
 use crate::table::{Labels, Size, Table, labels};
 
-/// Identity of a machine and its configuration; an unknown part is empty, which Prometheus takes for an absent label.
+/// Identity of a machine and its configuration; unknown parts are empty, which Prometheus treats as absent labels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// Model of the board, as its device tree names it.
+    /// Model of the board, from its device tree.
     pub board: String,
     /// Release of L4T: `36.4.7`.
     pub l4t: String,
@@ -17,7 +17,6 @@ pub struct NodeInfo {
     pub config_hash: String,
 }
 
-/// The metric.
 #[derive(Debug)]
 pub(crate) struct Node(Family<Labels<5>, Size>);
 
@@ -29,9 +28,8 @@ impl Node {
         ))
     }
 
-    /// Replaces the identity.
     pub(crate) fn set(&self, node: &NodeInfo) {
-        // The labels of before are another series.
+        // Other labels are another series.
         self.0.clear();
         let labels = labels([
             ("board", &node.board),

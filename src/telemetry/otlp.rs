@@ -1,8 +1,7 @@
 //! Exporter of spans by OTLP, over gRPC or HTTP.
 //!
-//! A batch is sent once without retries: an unreachable, slow or refusing collector costs the spans of the batch, and
-//! is reported once until it accepts spans again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses
-//! HTTP/1.1.
+//! A batch is sent once. If the collector is unreachable, slow or refuses, its spans are lost, which is logged once
+//! until spans are accepted again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses HTTP/1.1.
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf, time::Duration};
 
@@ -48,13 +47,13 @@ pub mod v1 {
 /// Destination of spans.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
-    /// By which protocol.
+    /// Protocol.
     pub protocol: OtlpProtocol,
-    /// The certificates of authorities that its certificate is checked with; `None` for a connection without TLS.
+    /// Certificates of the trusted authorities; `None` without TLS.
     pub ca: Option<PathBuf>,
     /// `host:port`.
     pub authority: String,
-    /// Path of the requests over HTTP.
+    /// Path for HTTP.
     pub path: String,
 }
 
@@ -67,7 +66,6 @@ pub enum OtlpProtocol {
     Http,
 }
 
-/// Why a batch was not taken.
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
     #[error("cannot read the certificates of authorities, `{}`", .path.display())]
@@ -90,13 +88,13 @@ enum ExportError {
     Late,
 }
 
-/// Sends spans to `collector` as they end, as those of a resource with these attributes. Never ends.
+/// Sends ended spans to `collector`, with these resource attributes. Never returns.
 pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<String, String>) {
     let mut sender = Sender::new(collector);
     let mut reported = false;
     loop {
         tracer.ended().await;
-        // Spans that end together are sent together.
+        // Gathers spans that end together into one batch.
         sleep(GATHER).await;
         loop {
             let batch = tracer.batch();
@@ -137,7 +135,7 @@ pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<Str
 
 struct Sender {
     collector: Collector,
-    /// Kept between batches.
+    /// Reused between batches.
     channel: Option<Channel>,
 }
 
@@ -254,7 +252,7 @@ impl Sender {
         tokio::pin!(connection);
         tokio::select! {
             answer = exchange => answer,
-            // The exchange reports the failure; the end of the connection adds nothing.
+            // `exchange` reports its own failures; an orderly end of the connection adds nothing.
             Err(error) = &mut connection => Err(ExportError::Http(error)),
         }
     }
@@ -324,7 +322,7 @@ fn span_of(span: &EndedSpan) -> v1::Span {
         start_time_unix_nano: begin,
         end_time_unix_nano: begin.saturating_add(nanos(span.took)),
         attributes: attributes(&span.attributes),
-        // The two are counted together.
+        // The sum of omitted attributes and events.
         dropped_attributes_count: span.left_out,
         events: span
             .events
@@ -369,14 +367,14 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How long spans are gathered before they are sent (our choice: seen soon, and few requests).
+/// Gathering time of a batch (our choice: visible soon, with few requests).
 const GATHER: Duration = Duration::from_millis(500);
 
-/// How long a collector may take (our choice; OTLP's default is 10 s, and a batch is not worth that).
+/// Time limit for a collector (our choice; OTLP's default of 10 s is too long for a batch).
 const SEND_MAX: Duration = Duration::from_secs(5);
 
 /// Pause after a failure (our choice).
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest answer that is read.
+/// Longest response read.
 const ANSWER_MAX: usize = 64 << 10;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// Attributes of the resource, by their keys: those of the run `instance` on the machine `host`, overridden by the
-/// standard variables `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`.
+/// Resource attributes of the run `instance` on the machine `host`, overridden by the standard variables
+/// `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`.
 #[must_use]
 pub fn resource(
     instance: &str,
@@ -45,7 +45,6 @@ fn listed(text: &str) -> Option<Vec<(String, String)>> {
         .collect()
 }
 
-/// A text without its percent-encoding.
 fn decoded(text: &str) -> Option<String> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     let mut bytes = Vec::with_capacity(text.len());

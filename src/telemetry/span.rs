@@ -1,10 +1,10 @@
-//! Spans of requests and voice turns, buffered within one bound for the exporter.
+//! Spans of requests and voice turns, in a bounded buffer for the exporter.
 //!
 //! ```text
 //! begin ─► open ──(set, event)──► dropped ─► ended ─► exporter
 //! ```
 //!
-//! Open and ended spans share [`BYTES_MAX`]; spans that find no room are counted and omitted. Nothing here waits for a
+//! Open and ended spans share [`BYTES_MAX`]; spans that do not fit are counted and omitted. No operation waits for a
 //! collector.
 
 use std::{
@@ -19,7 +19,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-/// Place of a span in its trace, as [W3C Trace Context](https://www.w3.org/TR/trace-context/) has it.
+/// Identity of a span in its trace, in the format of [W3C Trace Context](https://www.w3.org/TR/trace-context/).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanContext {
     /// The trace; never zero.
@@ -33,7 +33,7 @@ pub struct SpanContext {
 }
 
 impl SpanContext {
-    /// The context that a header `traceparent` states; `None` where it is malformed, so that a trace of its own begins.
+    /// Parses the header `traceparent`; `None` if malformed, which starts a new trace.
     ///
     /// ```
     /// use cotenant_telemetry::SpanContext;
@@ -73,7 +73,7 @@ impl SpanContext {
     }
 }
 
-/// Place of a span between programs.
+/// Position of a span relative to other programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpanKind {
     /// Work in this program.
@@ -85,13 +85,13 @@ pub enum SpanKind {
 /// Value of an attribute.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SpanValue {
-    /// Text, cut to `TEXT_MAX` bytes.
+    /// Text, truncated to `TEXT_MAX` bytes.
     Text(String),
-    /// A whole number.
+    /// An integer.
     Whole(i64),
     /// Another number.
     Real(f64),
-    /// A list of one text.
+    /// A list with one text.
     Texts(String),
 }
 
@@ -142,39 +142,37 @@ impl SpanValue {
 /// A name and a value.
 pub type Attribute = (&'static str, SpanValue);
 
-/// Something that happened during a span.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct SpanEvent {
-    /// When, after the beginning of the span.
+    /// Time since the start of the span.
     pub after: Duration,
     /// Name of the event.
     pub name: &'static str,
-    /// With its figures.
+    /// Its attributes.
     pub attributes: Vec<Attribute>,
 }
 
-/// A span that has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EndedSpan {
-    /// Its place.
+    /// Its identity.
     pub context: SpanContext,
-    /// The span around it.
+    /// The parent span.
     pub parent: Option<u64>,
     /// Name of the operation.
     pub name: String,
-    /// Its place between programs.
+    /// Its position relative to other programs.
     pub kind: SpanKind,
-    /// When it began, since 1970.
+    /// Start, since 1970.
     pub began: Duration,
-    /// How long it took.
+    /// Duration.
     pub took: Duration,
     /// Attributes known so far.
     pub attributes: Vec<Attribute>,
     /// Events during the span.
     pub events: Vec<SpanEvent>,
-    /// Attributes and events that found no room.
+    /// Number of omitted attributes and events.
     pub left_out: u32,
-    /// Why it failed, if it did.
+    /// Cause of a failure.
     pub failure: Option<String>,
 }
 
@@ -203,14 +201,14 @@ fn event_size(event: &SpanEvent) -> usize {
             .sum::<usize>()
 }
 
-/// Begins spans; clones share their bound. Without an exporter it begins none, at no cost.
+/// Starts spans; clones share one bound. Without an exporter it starts none, at no cost.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Option<Arc<Shared>>);
 
 #[derive(Debug)]
 struct Shared {
     spans: Mutex<Spans>,
-    /// Random for each process.
+    /// Random per process.
     keys: RandomState,
     count: AtomicU64,
     exported: AtomicU64,
@@ -218,12 +216,11 @@ struct Shared {
     ended: Notify,
 }
 
-/// All spans that are kept.
 #[derive(Debug, Default)]
 struct Spans {
     open: BTreeMap<u64, Open>,
     ended: VecDeque<EndedSpan>,
-    /// Of both, and of a batch that is under way.
+    /// Of open and ended spans, and of a batch being sent.
     bytes: usize,
 }
 
@@ -231,7 +228,7 @@ struct Spans {
 struct Open {
     span: EndedSpan,
     since: Instant,
-    /// Set where the work has ended and more may follow.
+    /// Set when the work has ended but may resume.
     paused: Option<Duration>,
 }
 
@@ -241,7 +238,7 @@ impl Open {
     }
 }
 
-/// Takes so many bytes of the bound; `false` where they are not there.
+/// Reserves bytes of the bound; `false` if it would be exceeded.
 fn charge(taken: &mut usize, bytes: usize) -> bool {
     let fits = *taken + bytes <= BYTES_MAX;
     if fits {
@@ -280,7 +277,7 @@ impl Spans {
 }
 
 impl Tracer {
-    /// A tracer that keeps spans for an exporter.
+    /// A tracer that stores spans for an exporter.
     #[must_use]
     pub fn recording() -> Self {
         Self(Some(Arc::new(Shared {
@@ -293,7 +290,7 @@ impl Tracer {
         })))
     }
 
-    /// Begins a span below `parent`, or a trace. It ends when it is dropped.
+    /// Starts a child span of `parent`, or a trace. The span ends on drop.
     #[must_use]
     pub fn begin(&self, name: &str, kind: SpanKind, parent: Option<SpanContext>) -> Span {
         let nothing = Span {
@@ -375,7 +372,7 @@ impl Tracer {
         }
     }
 
-    /// Spans that a collector has taken, and spans that were lost.
+    /// Spans accepted by a collector, and lost spans.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         let count = |count: fn(&Shared) -> &AtomicU64| {
@@ -389,7 +386,6 @@ impl Tracer {
         )
     }
 
-    /// Waits until a span has ended.
     pub(super) async fn ended(&self) {
         match &self.0 {
             Some(shared) => shared.ended.notified().await,
@@ -397,7 +393,7 @@ impl Tracer {
         }
     }
 
-    /// Takes the oldest spans that have ended; they count against the bound until the batch is dropped.
+    /// Takes the oldest ended spans; they count against the bound until the batch is dropped.
     pub(super) fn batch(&self) -> Batch {
         let Some(shared) = &self.0 else {
             return Batch::default();
@@ -416,7 +412,7 @@ impl Shared {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An id; never zero, which means none.
+    /// A random id; never zero, which means none.
     fn fresh(&self) -> u64 {
         self.keys
             .hash_one(self.count.fetch_add(1, Ordering::Relaxed))
@@ -424,7 +420,7 @@ impl Shared {
     }
 }
 
-/// Spans on their way to the collector.
+/// Spans being sent to the collector.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     pub(super) spans: Vec<EndedSpan>,
@@ -432,7 +428,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Records the outcome of the batch: so many of its spans were lost.
+    /// Records the outcome of the batch: the number of lost spans.
     pub(super) fn settled(self, lost: usize) {
         let Some(shared) = &self.shared else {
             return;
@@ -455,7 +451,7 @@ impl Drop for Batch {
     }
 }
 
-/// Work in progress; it ends on drop.
+/// Work in progress; ends on drop.
 #[derive(Debug, Default)]
 pub struct Span {
     shared: Option<Arc<Shared>>,
@@ -463,7 +459,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Context for child spans; that of the parent if this span is not recorded.
+    /// Context for child spans; the parent's if this span is not recorded.
     #[must_use]
     pub fn context(&self) -> Option<SpanContext> {
         self.context
@@ -474,17 +470,17 @@ impl Span {
         self.with(|spans, id| spans.set(id, key, value.into()));
     }
 
-    /// Adds an attribute that is a list with this text alone.
+    /// Adds an attribute that is a list with one text.
     pub fn set_list(&self, key: &'static str, text: &str) {
         self.with(|spans, id| spans.set(id, key, SpanValue::Texts(text.to_owned())));
     }
 
-    /// Notes that something happened.
+    /// Records an event.
     pub fn event(&self, name: &'static str) {
         self.with(|spans, id| spans.event(id, name, Vec::new()));
     }
 
-    /// Notes that it failed: the class of the failure, and the message.
+    /// Records a failure: its class and its message.
     pub fn fail(&self, class: &'static str, message: &str) {
         self.with(|spans, id| {
             let SpanValue::Text(message) = SpanValue::from(message) else {
@@ -500,7 +496,7 @@ impl Span {
         });
     }
 
-    /// Notes that it has ended for now; that counts unless it [resumes](Self::resume) before it is dropped.
+    /// Records a provisional end, which applies unless the span [resumes](Self::resume) before it is dropped.
     pub fn pause(&self) {
         self.with(|spans, id| {
             if let Some(open) = spans.open.get_mut(&id) {
@@ -509,7 +505,7 @@ impl Span {
         });
     }
 
-    /// Notes that more follows.
+    /// Cancels a provisional end.
     pub fn resume(&self) {
         self.with(|spans, id| {
             if let Some(open) = spans.open.get_mut(&id) {
@@ -539,17 +535,17 @@ impl Drop for Span {
     }
 }
 
-/// Memory of all spans (our choice: some 500 of them, twenty minutes of a device in conversation).
+/// Memory of all spans (our choice: some 500, twenty minutes of a device in conversation).
 const BYTES_MAX: usize = 512 << 10;
 
-/// Spans that are sent together (our choice: some 64 KiB).
+/// Spans of a batch (our choice: some 64 KiB).
 const BATCH_MAX: usize = 64;
 
 /// Attributes and events of one span (our choice, above any observed number; sheds may be frequent).
 const ATTRIBUTES_MAX: usize = 24;
 const EVENTS_MAX: usize = 32;
 
-/// Longest text of a name or a value, in bytes (our choice).
+/// Longest name or value, in bytes (our choice).
 const TEXT_MAX: usize = 256;
 
 #[cfg(test)]

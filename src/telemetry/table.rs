@@ -1,4 +1,4 @@
-//! Table of metrics, and the kinds of series in it.
+//! Table of metrics, and its kinds of series.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ use prometheus_client::{
     registry::{Metric, Registry},
 };
 
-/// The registry while it is being filled.
+/// The registry during its construction.
 pub(crate) struct Table(pub(crate) Registry);
 
 impl Table {
@@ -21,20 +21,20 @@ impl Table {
     }
 }
 
-/// A whole number that rises and falls.
+/// An integer gauge.
 pub(crate) type Size = Gauge<u64, AtomicU64>;
 
-/// The same, left out while it is unknown: unknown is not zero.
+/// The same, absent while unknown: unknown is not zero.
 pub(crate) type Known = Family<Labels<0>, Size>;
 
-/// Labels of a series, in the order in which they are written.
+/// Labels of a series, in output order.
 pub(crate) type Labels<const N: usize> = [(&'static str, String); N];
 
 pub(crate) fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
     labels.map(|(name, value)| (name, value.to_owned()))
 }
 
-/// Brings a counter to a total that is counted elsewhere.
+/// Raises a counter to a total that is counted elsewhere.
 pub(crate) fn raise(counter: &Counter, total: u64) {
     counter.inner().fetch_max(total, Ordering::Relaxed);
 }

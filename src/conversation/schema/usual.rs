@@ -344,7 +344,6 @@ fn tuple(map: &mut Map<String, Value>) {
     }
 }
 
-/// Adds a schema for each required property.
 fn required(map: &mut Map<String, Value>) {
     let says_others = [
         "additionalProperties",

@@ -29,7 +29,7 @@ use super::{
     settings::Settings,
 };
 
-/// The sessions of one listener: they outlive the connections that they began as.
+/// The sessions of one listener, which outlive the connections from which they were upgraded.
 #[derive(Clone)]
 pub(crate) struct Sessions {
     tasks: TaskTracker,
@@ -49,7 +49,7 @@ impl Sessions {
         (sessions, guard)
     }
 
-    /// Waits until all have ended, once there are no more to come.
+    /// Waits until all sessions have ended; no new ones may follow.
     pub(crate) async fn all_ended(&self) {
         self.tasks.close();
         self.tasks.wait().await;
@@ -62,7 +62,6 @@ pub(crate) struct Wanted {
     intent: Option<String>,
 }
 
-/// `GET /v1/realtime`, which becomes a WebSocket.
 pub(crate) async fn realtime(
     State(api): State<Api>,
     Extension(meta): Meta,
@@ -94,7 +93,7 @@ pub(crate) async fn realtime(
     let message_max = api.limits().session_message_max.as_len();
     let task = sessions.tasks.token();
     Ok(upgrade
-        // the protocol that browsers request, followed by their key
+        // the subprotocol requested by browsers, followed by their key
         .protocols(["realtime"])
         .max_message_size(message_max)
         .max_frame_size(message_max)
@@ -111,5 +110,5 @@ pub(crate) async fn realtime(
         }))
 }
 
-/// Our choice: far above the size of an event, and held by each session.
+/// Our choice: far above the size of an event; allocated per session.
 const READ_BUFFER: usize = 16 << 10;

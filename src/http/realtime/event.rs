@@ -10,7 +10,7 @@ use super::super::{
 };
 use cotenant_units::Bytes;
 
-/// Request of a client.
+/// An event of a client.
 #[derive(Debug)]
 pub(super) enum ClientEvent {
     Append(Append),
@@ -38,7 +38,7 @@ pub(super) struct Cancel {
 
 #[derive(Debug, Deserialize)]
 pub(super) struct Create {
-    /// The item that it follows; `root` for none, absent for the last.
+    /// The preceding item; `root` for none, absent for the last one.
     pub(super) previous_item_id: Option<String>,
     pub(super) item: Map<String, Value>,
 }
@@ -65,7 +65,7 @@ struct Update {
     session: Map<String, Value>,
 }
 
-/// Reads one message, which may take up to `max` in memory; returns the client's event id besides the event.
+/// Parses one message, which may take up to `max` in memory; returns the client's event id and the event.
 pub(super) fn read(text: &str, max: Bytes) -> (Option<String>, Result<ClientEvent, Fault>) {
     let map = bounded_tree(text.as_bytes(), max)
         .and_then(|_| parse_json::<Map<String, Value>>(text.as_bytes()));

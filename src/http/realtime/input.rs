@@ -1,4 +1,4 @@
-//! Audio input of a client, and the turns in it.
+//! Audio input of a client, and its turns.
 
 use std::{
     mem,
@@ -35,13 +35,13 @@ impl Utterance {
 
 /// Turn boundary found in a piece of audio.
 pub(super) enum Turn {
-    /// A user has begun to speak, so many milliseconds after the first audio.
+    /// The user has begun to speak; milliseconds since the first audio.
     Started { at_ms: u64 },
-    /// They have paused, and have probably stopped.
+    /// The user pauses, and has probably finished.
     Paused,
-    /// They went on after a pause.
+    /// The user continued after a pause.
     Resumed,
-    /// They have stopped.
+    /// The user has finished.
     Stopped { at_ms: u64, said: Utterance },
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Input {
     /// Samples before the detector was started.
     detector_start: u64,
     prefix: u64,
-    /// When the first audio came.
+    /// Time of the first audio.
     began: Option<Instant>,
 }
 
@@ -76,7 +76,7 @@ impl Input {
         }
     }
 
-    /// Detects turns by `turns` from now on, none with `None`, and in them pauses of the length `early`.
+    /// Detects turns by `turns` from now on, or none, and pauses of the length `early` in them.
     pub(super) fn detect(&mut self, turns: Option<&Turns>, early: EarlyPause) {
         self.detector =
             turns.map(|turns| VoiceDetector::new(TTS_RATE_HZ, turns.threshold, turns.silence));
@@ -91,7 +91,7 @@ impl Input {
         }
     }
 
-    /// A copy of the buffer, if audio comes while it is spoken and there is memory for the copy.
+    /// A copy of the buffer, if audio arrives in real time and memory is available.
     pub(super) fn copied(&self) -> Option<Utterance> {
         let spoken = Duration::from_millis(millis(self.end()));
         if !comes_as_spoken(spoken, self.began?.elapsed()) {
@@ -107,7 +107,7 @@ impl Input {
     /// Adds a piece: base64 of 16-bit samples at [`TTS_RATE_HZ`].
     ///
     /// # Errors
-    /// When it is malformed, or there is no room for it. With turn detection, the audio so far then becomes a turn.
+    /// If it is malformed or exceeds the memory. With turn detection the audio so far then becomes a turn.
     pub(super) fn append(&mut self, audio: &str, turns: &mut Vec<Turn>) -> Result<(), Fault> {
         let wrong = |problem: String| {
             Fault::invalid("audio", format!("{} characters", audio.len()), problem)
@@ -136,7 +136,7 @@ impl Input {
         self.began.get_or_insert_with(Instant::now);
         let samples = self.resampled(&piece).map_err(|error| unusable(&error))?;
         self.samples.extend(samples);
-        // the resampler holds samples back, and a user who speaks is not to wait for them
+        // detection uses the samples before the resampler, which would delay it
         if let Some(detector) = &mut self.detector {
             let edges = detector.push(&piece);
             for &edge in &edges {
@@ -158,10 +158,7 @@ impl Input {
         Ok(())
     }
 
-    /// Takes the content of the buffer.
-    ///
-    /// # Errors
-    /// When it is too short; the buffer is unchanged.
+    /// Takes the content of the buffer; an error, with the buffer unchanged, if it is too short.
     pub(super) fn commit(&mut self) -> Result<Utterance, Fault> {
         let waits_for_a_turn = self
             .detector
@@ -189,13 +186,12 @@ impl Input {
             .take()
             .and_then(|resampler| resampler.finish().ok())
         {
-            // the filter's delay: a few milliseconds, within the room that is kept for them
+            // the filter's delay: a few milliseconds, covered by the reserved memory
             self.samples.extend(rest);
         }
         Ok(self.take(self.samples.len()))
     }
 
-    /// Empties the buffer.
     pub(super) fn clear(&mut self) {
         if let Some(detector) = &mut self.detector {
             detector.reset();
@@ -236,7 +232,7 @@ impl Input {
         }
     }
 
-    /// Samples that the resampler holds back, up to 65 ms.
+    /// Samples delayed by the resampler, up to 65 ms.
     fn behind(&self) -> u64 {
         self.resampler.as_ref().map_or(0, Resampler::behind)
     }
@@ -250,7 +246,7 @@ impl Input {
         let _forgotten = self.take(first);
     }
 
-    /// Takes the first samples out of the buffer, and their part of the memory.
+    /// Removes the first samples from the buffer, with their share of the memory.
     fn take(&mut self, samples: usize) -> Utterance {
         let samples = samples.min(self.samples.len());
         let rest = self.samples.split_off(samples);
@@ -306,12 +302,11 @@ fn count(samples: &[i16]) -> u64 {
     u64::try_from(samples.len()).unwrap_or(u64::MAX)
 }
 
-/// So many samples of input as they are kept.
+/// Input samples converted to stored samples.
 const fn at_asr_rate(samples: u64) -> u64 {
     (samples * ASR_RATE_HZ as u64).div_ceil(TTS_RATE_HZ as u64)
 }
 
-/// Milliseconds of so many samples.
 const fn millis(samples: u64) -> u64 {
     samples.saturating_mul(1000) / ASR_RATE_HZ as u64
 }
@@ -323,12 +318,12 @@ fn samples_in(time: Duration) -> u64 {
         / 1000
 }
 
-/// KiB of memory for so many samples, including those held by the resampler.
+/// KiB of memory for this number of samples, including those held by the resampler.
 const fn kib_of(samples: usize) -> usize {
     (samples * 2).div_ceil(1024) + 1
 }
 
-/// OpenAI's own limit.
+/// OpenAI's limit.
 const COMMIT_MIN: Duration = Duration::from_millis(100);
-/// Samples in which the detector may find speech later: 100 ms.
+/// Samples in which the detector may still find speech: 100 ms.
 const ONSET_SAMPLES: u64 = 1600;

@@ -1,4 +1,4 @@
-//! Items of a session's conversation, in the form of the protocol.
+//! Items of a session's conversation, in the protocol's form.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use cotenant_memory::heap;
 use cotenant_speech::audio::TTS_RATE_HZ;
 use cotenant_units::Bytes;
 
-/// Items in their order.
+/// Items in order.
 #[derive(Default)]
 pub(super) struct Items {
     items: VecDeque<Item>,
@@ -22,11 +22,11 @@ pub(super) struct Items {
 struct Item {
     id: String,
     shown: Value,
-    /// Spoken sentences of it.
+    /// Its spoken sentences.
     spoken: Spoken,
 }
 
-/// Sentences that were spoken, and samples sent.
+/// Spoken sentences, and samples sent.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spoken {
     sentences: Vec<(String, u64)>,
@@ -34,17 +34,16 @@ pub(super) struct Spoken {
 }
 
 impl Spoken {
-    /// Adds samples that were sent.
     pub(super) fn sent(&mut self, samples: usize) {
         self.samples += u64::try_from(samples).unwrap_or(u64::MAX);
     }
 
-    /// A sentence begins to be spoken.
+    /// Records the beginning of a spoken sentence.
     pub(super) fn begin(&mut self, sentence: String) {
         self.sentences.push((sentence, self.samples));
     }
 
-    /// Milliseconds of all samples, a started one counted.
+    /// Milliseconds of all samples, rounded up.
     fn millis(&self) -> u64 {
         self.samples
             .saturating_mul(1000)
@@ -85,24 +84,20 @@ impl Spoken {
 }
 
 impl Items {
-    /// An item as it is shown; `field` names it.
-    ///
-    /// # Errors
-    /// With this code when there is none.
+    /// An item as shown to the client; `field` and `code` are those of the error if there is none.
     pub(super) fn get(&self, field: &str, id: &str, code: &'static str) -> Result<&Value, Fault> {
         let at = self.position(field, id, code)?;
         let found = self.items.get(at).map(|item| &item.shown);
         found.ok_or_else(|| absent(field, id, code))
     }
 
-    /// The id of the item that this one follows.
     pub(super) fn previous(&self, id: &str) -> Option<&str> {
         let at = self.items.iter().position(|item| item.id == id)?;
         let before = self.items.get(at.checked_sub(1)?);
         before.map(|before| before.id.as_str())
     }
 
-    /// The fields of an event about an item: the item, and the id of the one that it follows.
+    /// The fields of an event about an item: the item, and the id of the preceding one.
     pub(super) fn followed(&self, id: &str, item: &Value) -> Value {
         json!({"previous_item_id": self.previous(id), "item": item})
     }
@@ -112,10 +107,10 @@ impl Items {
         at.ok_or_else(|| absent(field, id, code))
     }
 
-    /// Adds an item behind another (`root`: before all), or at the end.
+    /// Adds an item after another (`root`: before all), or at the end.
     ///
     /// # Errors
-    /// When there is one of this id, or none that it is to follow.
+    /// If its id exists, or the preceding item does not.
     pub(super) fn insert(
         &mut self,
         after: Option<&str>,
@@ -156,7 +151,6 @@ impl Items {
         }
     }
 
-    /// Records the transcript of an item's audio.
     pub(super) fn transcribed(&mut self, id: &str, text: &str) {
         let item = self.items.iter_mut().find(|item| item.id == id);
         if let Some(part) = item.and_then(|item| item.shown.pointer_mut("/content/0"))
@@ -166,17 +160,14 @@ impl Items {
         }
     }
 
-    /// Takes an item out.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// Deletes an item; an error if there is none.
     pub(super) fn delete(&mut self, id: &str) -> Result<(), Fault> {
         let at = self.position("item_id", id, "item_delete_invalid_item_id")?;
         self.items.remove(at);
         Ok(())
     }
 
-    /// Takes out the oldest while all together are larger than `max`; returns its id.
+    /// Removes the oldest item while all together exceed `max`; returns its id.
     pub(super) fn evict(&mut self, max: Bytes) -> Option<String> {
         let bytes = self.items.iter().fold(Bytes::ZERO, |sum, item| {
             sum.saturating_add(size(&item.shown))
@@ -187,10 +178,7 @@ impl Items {
         self.items.pop_front().map(|item| item.id)
     }
 
-    /// Cuts a spoken item to the part that was heard.
-    ///
-    /// # Errors
-    /// When it is no spoken answer, or shorter.
+    /// Truncates a spoken item to the heard part; an error if it is not a spoken answer, or shorter.
     pub(super) fn truncate(&mut self, id: &str, audio_end_ms: u64) -> Result<(), Fault> {
         let item = self.items.iter_mut().find(|item| item.id == id);
         let item = item.ok_or_else(|| absent("item_id", id, "item_truncate_invalid_item_id"))?;
@@ -223,10 +211,7 @@ impl Items {
         Ok(())
     }
 
-    /// The conversation as the LLM reads it, with these items behind the others.
-    ///
-    /// # Errors
-    /// When one of them cannot be read.
+    /// The conversation as messages for the LLM, followed by `more`; an error if an item cannot be converted.
     pub(super) fn messages(&self, own: bool, more: &[Value]) -> Result<Vec<ChatMessage>, Fault> {
         let mut messages = Vec::new();
         for item in self.items.iter().filter(|_| own) {
@@ -253,10 +238,8 @@ impl Items {
     }
 }
 
-/// An item of a client, checked, as it is shown; `fresh` is its id if it names none.
-///
-/// # Errors
-/// 400 naming the field, its value and the limit.
+/// A checked item of a client, as it is shown; `fresh` is its id if it has none. Errors are 400 and name the field, its
+/// value and the limit.
 pub(super) fn created(
     mut item: Map<String, Value>,
     fresh: impl FnOnce() -> String,
@@ -335,10 +318,9 @@ fn absent(field: &str, id: &str, code: &'static str) -> Fault {
     .of_param(field)
 }
 
-/// Memory of an item.
 fn size(item: &Value) -> Bytes {
     heap::tree_bytes(item.to_string().as_bytes())
 }
 
-/// Our choice: clients make ids of a UUID and a word.
+/// Our choice: clients build ids from a UUID and a word.
 const ID_MAX: usize = 128;

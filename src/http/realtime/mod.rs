@@ -6,8 +6,8 @@
 //!      └─────── outbox ◄────┴── output (one response) ◄── run ◄── LLM and voice ┘
 //! ```
 //!
-//! A response is cancelled by its client, or by a user who begins to speak. A client's mistake is an event `error`, a
-//! failure of a response is reported in its `response.done`; both have the codes of [`super::fault`].
+//! A client, or a user who begins to speak, cancels the response. A client's mistake is an event `error`; a failed
+//! response is reported in its `response.done`. Both use the codes of [`super::fault`].
 
 mod endpoint;
 mod event;

@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 use super::super::{api::Api, fault::Fault, stream::merged};
 use cotenant_units::Bytes;
 
-/// Events that wait to be sent, in their order.
+/// Events to send, in order.
 pub(super) struct Outbox {
     api: Api,
     waiting: VecDeque<Message>,
-    /// Bytes of those.
+    /// Their bytes.
     bytes: usize,
-    /// Whether an event was handed over and may not have been sent.
+    /// Whether an event was handed to the socket and may be unsent.
     unsent: bool,
 }
 
@@ -33,14 +33,13 @@ impl Outbox {
         }
     }
 
-    /// Adds an event of this type.
     pub(super) fn event(&mut self, kind: &str, fields: Value) {
         let event = json!({"type": kind, "event_id": self.api.fresh_id("event_")});
         let event = merged(event, fields).to_string();
         self.push(Message::Text(Utf8Bytes::from(event)));
     }
 
-    /// Adds a fault, with the id of the event that caused it.
+    /// Adds a fault, with the id of the client event that caused it.
     pub(super) fn error(&mut self, fault: &Fault, of_event: Option<&str>) {
         let mut json = fault.to_json();
         if let Some(error) = json.get_mut("error").and_then(Value::as_object_mut) {
@@ -49,7 +48,6 @@ impl Outbox {
         self.event("error", json);
     }
 
-    /// Adds the end of the connection.
     pub(super) fn close(&mut self, code: u16, reason: &'static str) {
         self.push(Message::Close(Some(CloseFrame {
             code,
@@ -67,25 +65,23 @@ impl Outbox {
         self.waiting.push_back(message);
     }
 
-    /// How many bytes wait.
+    /// Bytes in the queue.
     pub(super) fn bytes(&self) -> Bytes {
         Bytes::of_len(self.bytes)
     }
 
-    /// How many wait.
     pub(super) fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether the queue is empty.
     pub(super) fn is_sent(&self) -> bool {
         self.waiting.is_empty() && !self.unsent
     }
 
-    /// Sends the queue; may be dropped and called again.
+    /// Sends the queue; cancel-safe.
     ///
     /// # Errors
-    /// When the client has disconnected, or has not read for too long.
+    /// If the client has disconnected, or has not read for too long.
     pub(super) async fn send(
         &mut self,
         sink: &mut SplitSink<WebSocket, Message>,
@@ -103,13 +99,12 @@ impl Outbox {
         Ok(())
     }
 
-    /// Bytes as JSON has them.
     pub(super) fn base64(bytes: &[u8]) -> String {
         BASE64.encode(bytes)
     }
 }
 
-/// Bytes of text; the other messages have few.
+/// Bytes of text; other messages are small.
 fn length(message: &Message) -> usize {
     match message {
         Message::Text(text) => text.len(),

@@ -15,7 +15,7 @@ use super::{
 };
 use cotenant_speech::audio::pcm_bytes;
 
-/// Destination of the events, and the conversation that the response joins.
+/// Destination of the events, and the conversation to extend.
 pub(super) struct Place<'a> {
     pub(super) outbox: &'a mut Outbox,
     pub(super) items: &'a mut Items,
@@ -23,13 +23,11 @@ pub(super) struct Place<'a> {
 
 /// How a response ended.
 pub(super) enum End {
-    /// As the model ended it.
     Finished(FinishReason, Usage),
-    /// Ended by its client, or by a user who speaks.
+    /// Ended by the client, or by a user who speaks.
     Cancelled(&'static str),
-    /// There is nothing in the conversation that an answer could be about.
+    /// The conversation has no input to respond to.
     Unanswerable(Fault),
-    /// It cannot be completed.
     Failed(Fault),
 }
 
@@ -39,20 +37,20 @@ impl From<Fault> for End {
     }
 }
 
-/// One response while it is given.
+/// One response in progress.
 pub(super) struct Output {
     pub(super) id: String,
-    /// The response as far as it is known when it begins.
+    /// The response as known at its start.
     shown: Value,
     spoken: bool,
-    /// Whether its items become part of the conversation.
+    /// Whether its items are added to the conversation.
     kept: bool,
     message: Option<Message>,
     done: Vec<Option<Value>>,
     calls: usize,
 }
 
-/// The item that text is added to.
+/// The item to which text is being appended.
 struct Message {
     id: String,
     index: usize,
@@ -61,7 +59,6 @@ struct Message {
 }
 
 impl Output {
-    /// A response, announced.
     pub(super) fn begin(
         id: String,
         settings: &Settings,
@@ -101,7 +98,7 @@ impl Output {
             .is_some_and(|message| message.id == item)
     }
 
-    /// More text, or more of the transcript of speech.
+    /// Adds text, or transcript of speech.
     pub(super) fn text(&mut self, piece: &str, place: &mut Place<'_>) {
         let mut message = self.opened(place);
         message.text.push_str(piece);
@@ -116,14 +113,13 @@ impl Output {
         self.message = Some(message);
     }
 
-    /// A sentence begins to be spoken.
+    /// Records the beginning of a spoken sentence.
     pub(super) fn sentence(&mut self, sentence: String, place: &mut Place<'_>) {
         let mut message = self.opened(place);
         message.spoken.begin(sentence);
         self.message = Some(message);
     }
 
-    /// More sound.
     pub(super) fn audio(&mut self, samples: &[i16], place: &mut Place<'_>) {
         let mut message = self.opened(place);
         for samples in samples.chunks(AUDIO_SAMPLES_MAX) {
@@ -137,7 +133,6 @@ impl Output {
         self.message = Some(message);
     }
 
-    /// The call of a tool.
     pub(super) fn call(&mut self, name: &str, arguments: &str, place: &mut Place<'_>) {
         let index = self.done.len();
         self.done.push(None);
@@ -165,13 +160,12 @@ impl Output {
             "response.function_call_arguments.done",
             of_call(json!({"name": name, "arguments": arguments})),
         );
-        // one that its length has cut is no object
+        // a call truncated by the length limit is not a complete object
         let whole = serde_json::from_str::<Map<String, Value>>(arguments).is_ok();
         let item = item(if whole { "completed" } else { "incomplete" }, arguments);
         self.item_done(&id, index, item, Spoken::default(), place);
     }
 
-    /// The end of the response.
     pub(super) fn end(mut self, end: End, place: &mut Place<'_>) {
         let whole = matches!(end, End::Finished(reason, _) if reason != FinishReason::Length);
         self.close(if whole { "completed" } else { "incomplete" }, place);
@@ -187,7 +181,7 @@ impl Output {
                 json!({"type": "cancelled", "reason": reason}),
                 Value::Null,
             ),
-            // without a reason: the protocol's are lengths and filters
+            // without a reason: the protocol only has lengths and filters
             End::Unanswerable(fault) => with_error("incomplete", &fault),
             End::Failed(fault) => with_error("failed", &fault),
         };
@@ -201,7 +195,7 @@ impl Output {
             .event("response.done", json!({"response": response}));
     }
 
-    /// The item that text is added to; announced if it is new.
+    /// The item to which text is appended; announced if new.
     fn opened(&mut self, place: &mut Place<'_>) -> Message {
         if let Some(message) = self.message.take() {
             return message;
@@ -292,7 +286,7 @@ impl Output {
         })
     }
 
-    /// The content; its type has another name in items than in events of their parts.
+    /// The content part; its type has different names in items and in events.
     fn part(&self, message: &Message, text: &str, audio: &str) -> Value {
         if self.spoken {
             json!({"type": audio, "transcript": message.text})
@@ -332,5 +326,5 @@ fn usage_json(usage: Usage) -> Value {
     merged(json, shed_from(usage))
 }
 
-/// Half a second in one event. Our choice: some 32 KiB of base64.
+/// Half a second per event. Our choice: some 32 KiB of base64.
 const AUDIO_SAMPLES_MAX: usize = 12_000;

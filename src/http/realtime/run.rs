@@ -1,4 +1,4 @@
-//! Producer of one response: the LLM, and the voice that speaks its text.
+//! Producer of one response: the LLM, and the voice for its text.
 
 use std::time::Instant;
 
@@ -19,31 +19,31 @@ use super::super::{
 use cotenant_conversation::refusal::Refusal;
 use cotenant_speech::sentences::Sentences;
 
-/// Progress of a response, in order. The last step is [`ChatEvent::Finished`] with the last sound, or a fault.
+/// Progress of a response, in order. The last step is [`ChatEvent::Finished`] with the last audio, or a fault.
 pub(super) enum Step {
     Chat(ChatEvent),
     Sentence(String),
     Audio(Vec<i16>),
-    /// The voice speaks, and honours no speed.
+    /// The voice has started, and ignores the speed.
     OneSpeed,
     Failed(Fault),
 }
 
-/// How an answer is spoken.
+/// Voice settings of an answer.
 #[derive(Clone, PartialEq)]
 pub(super) struct Voice {
     pub(super) name: VoiceWish,
     pub(super) speed: f64,
 }
 
-/// The work, which ends when this is dropped.
+/// The work, which is cancelled on drop.
 pub(super) struct Run {
     steps: mpsc::Receiver<Step>,
     _work: AbortOnDropHandle<()>,
 }
 
 impl Run {
-    /// Begins the answer to a request.
+    /// Starts the answer to a request.
     pub(super) fn begin(api: &Api, mut request: ChatRequest, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
         request.meta.part_of = api.backends().status.answers().begin();
@@ -63,16 +63,13 @@ impl Run {
         }
     }
 
-    /// The next step; `None` after the last. May be dropped and called again.
+    /// The next step; `None` after the last. Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Step> {
         self.steps.recv().await
     }
 }
 
-/// Retries temporary refusals within the patience of a session.
-///
-/// # Errors
-/// A permanent refusal, or one that outlasts the patience.
+/// Retries temporary refusals within the patience of a session; returns a permanent refusal, or one that outlasts it.
 pub(super) async fn patiently<T, F>(api: &Api, ask: impl Fn() -> F) -> Result<T, Refusal>
 where
     F: Future<Output = Result<T, Refusal>>,
@@ -80,15 +77,15 @@ where
     patience::patiently(api.limits().session_patience, may_pass, ask).await
 }
 
-/// A session retries every temporary refusal, except for a supervisor that ends.
+/// A session retries every temporary refusal, except for a stopping supervisor.
 fn may_pass(refusal: &Refusal, _asked: u32) -> bool {
     !matches!(refusal, Refusal::Draining { .. })
 }
 
-/// Why the work goes no further.
+/// Reason to stop the work.
 enum Stop {
     Failed(Fault),
-    /// No caller waits for it.
+    /// Its receiver is gone.
     Unwanted,
 }
 
@@ -152,7 +149,7 @@ impl Work {
         Ok(())
     }
 
-    /// The generation, admitted.
+    /// The admitted generation.
     async fn admitted(&self, request: ChatRequest) -> Result<Generation, Stop> {
         let began = Instant::now();
         let backend = llm(&self.api)?;
@@ -203,7 +200,7 @@ impl Work {
     }
 }
 
-/// Steps that may wait for the client; then the work does.
+/// Steps that may wait for the client; then the work waits.
 const STEPS_AHEAD: usize = 16;
-/// Sentences that may wait for the voice; then the LLM does. Our choice: a long answer.
+/// Sentences that may wait for the voice; then the LLM waits. Our choice: a long answer.
 const SENTENCES_AHEAD: usize = 256;

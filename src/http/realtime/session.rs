@@ -37,13 +37,13 @@ use super::{
 use cotenant_speech::voice_activity::EarlyPause;
 use cotenant_units::Bytes;
 
-/// Events that a session waits for.
+/// Events of a session.
 enum Happening {
     Sent(Result<(), Error>),
     Came(Option<Result<Message, Error>>),
     Step(Option<Step>),
     Recognised(Option<Recognised>),
-    /// The text of a turn that has probably ended; `None` if what is done ahead is given up.
+    /// The text of a turn that has probably ended; `None` if the early work is cancelled.
     Early(Option<String>),
     Shutdown,
     Time,
@@ -161,7 +161,7 @@ impl Session {
                 outbox.close(code, reason);
                 let _gone = outbox.send(&mut sink).await;
             }
-            // sends the answer to the client's own end, too
+            // completes the closing handshake of the client, too
             while let Some(Ok(_unread)) = stream.next().await {}
         };
         let _gone = timeout(FAREWELL, farewell).await;
@@ -180,7 +180,7 @@ impl Session {
         let early = self.early.as_mut();
         tokio::select! {
             sent = self.outbox.send(sink), if !self.outbox.is_sent() => Happening::Sent(sent),
-            // a client that does not read is not listened to either
+            // a client that does not read is not read from either
             message = stream.next(), if waiting < WAITING_MAX * 2 && unsent < UNSENT_MAX => Happening::Came(message),
             step = of_any(run, Run::next), if waiting < WAITING_MAX => Happening::Step(step),
             text = of_any(hearing, |heard| heard.hearing.next()) => Happening::Recognised(text),
@@ -190,7 +190,7 @@ impl Session {
         }
     }
 
-    /// When a silent client is pinged, or disconnected.
+    /// When a silent client is pinged or disconnected.
     fn deadline(&self) -> Instant {
         let seen = self.times.seen
             + if self.times.pinged {
@@ -348,7 +348,7 @@ impl Session {
         }
     }
 
-    /// Refuses to change an item that a response still adds to.
+    /// Refuses to change an item of the response in progress.
     fn not_given(&self, item: &str) -> Result<(), Fault> {
         match &self.active {
             Some(active) if active.output.gives(item) => Err(Fault::bad_request(
@@ -392,7 +392,7 @@ impl Session {
                     .as_ref()
                     .is_some_and(|turns| turns.interrupt)
                 {
-                    // a user who continues to speak has not asked yet
+                    // a user who continues to speak has not finished the request
                     self.said.iter_mut().for_each(|said| said.respond = false);
                     if let Some(heard) = &mut self.hearing {
                         heard.respond = false;
@@ -428,14 +428,14 @@ where
     }
 }
 
-/// Events that wait before a response does. Our choice: some 2 s of sound.
+/// Events in the queue above which the response pauses. Our choice: some 2 s of audio.
 const WAITING_MAX: usize = 8;
-/// Unsent bytes above which no client input is read: events repeat it.
+/// Unsent bytes above which client input is not read, because events may repeat it.
 const UNSENT_MAX: Bytes = Bytes::from_kib(256);
-/// Silence of a client after which it is pinged, and after which it is disconnected. Our choice.
+/// Silence of a client until a ping, and until disconnection. Our choice.
 const PING_AFTER: Duration = Duration::from_secs(20);
 const GONE_AFTER: Duration = Duration::from_secs(60);
-/// How long a client may take to read the end. Our choice.
+/// How long a client may take to read the last events. Our choice.
 const FAREWELL: Duration = Duration::from_secs(2);
 const CLOSE_NORMAL: u16 = 1000;
 const CLOSE_AWAY: u16 = 1001;

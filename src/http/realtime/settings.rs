@@ -29,14 +29,14 @@ pub(super) struct Settings {
     pub(super) spoken: bool,
     voice: Option<Value>,
     pub(super) speed: f64,
-    /// As clients write them; the settings of a response share them.
+    /// In the client's form; the settings of a response share them.
     tools: Arc<[Value]>,
     tool_choice: Value,
     pub(super) max_tokens: Option<Tokens>,
     pub(super) turns: Option<Turns>,
-    /// Transcription settings; `None` if the client does not request transcripts.
+    /// Transcription settings; `None` if transcripts are not requested.
     pub(super) transcription: Option<Map<String, Value>>,
-    /// Part of the context that is kept when the oldest of a conversation has to be left out; `None` where it may not.
+    /// Part of the context to keep when the oldest items are omitted; `None` forbids omission.
     pub(super) retention: Option<f64>,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Turns {
 }
 
 impl Default for Turns {
-    /// OpenAI's own.
+    /// OpenAI's defaults.
     fn default() -> Self {
         Self {
             threshold: 0.5,
@@ -84,10 +84,8 @@ impl Settings {
         }
     }
 
-    /// The settings updated by `session.update`; absent fields keep their value.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// The settings updated by `session.update`; absent fields keep their value. Errors are 400 and name the field, its
+    /// value and the limit.
     pub(super) fn updated(&self, session: Map<String, Value>, api: &Api) -> Result<Self, Fault> {
         let mut updated = self.clone();
         for (key, value) in session {
@@ -115,10 +113,8 @@ impl Settings {
         Ok(updated)
     }
 
-    /// The settings of one response: those of the session, overridden by `response.create`.
-    ///
-    /// # Errors
-    /// When a value is wrong, or a setting is unknown.
+    /// The settings of one response: the session's, overridden by `response.create`. Invalid values and unknown
+    /// settings are refused.
     pub(super) fn of_response(&self, response: Map<String, Value>) -> Result<Self, Fault> {
         let mut settings = self.clone();
         for (key, value) in response {
@@ -170,7 +166,7 @@ impl Settings {
             ("prompt", value) if !value.is_null() => {
                 return wrong(&value, "is not supported: there are no kept prompts");
             }
-            // known, harmless and not honoured; the session is shown without them
+            // known, harmless and ignored; shown as absent
             (
                 "include" | "metadata" | "parallel_tool_calls" | "prompt" | "reasoning" | "tracing",
                 _,
@@ -222,13 +218,10 @@ impl Settings {
         self.tools_and_choice(place).map(|_| ())
     }
 
-    /// The tools as the chat API writes them, and whether they are called.
-    ///
-    /// # Errors
-    /// 400 naming the field, its value and the limit.
+    /// The tools in the form of the chat API, and whether they are called.
     pub(super) fn tools_and_choice(&self, place: &str) -> Result<(Vec<Value>, ToolChoice), Fault> {
         let tools = function_tools(&format!("{place}.tools"), &self.tools)?;
-        // a choice may be set before the tools are
+        // a choice may be set before the tools
         let choice = match &self.tool_choice {
             Value::String(word) if word == "required" && tools.is_empty() => ToolChoice::Auto,
             choice => function_choice(Some(choice), &tools)
@@ -237,10 +230,7 @@ impl Settings {
         Ok((tools, choice))
     }
 
-    /// The selected voice.
-    ///
-    /// # Errors
-    /// 400 when the value is neither a name nor an object with an `id`.
+    /// The selected voice; refused unless it is a name or an object with an `id`.
     pub(super) fn voice(&self, api: &Api) -> Result<VoiceWish, Fault> {
         voice_named(self.voice.as_ref(), &api.backends().status.voices())
             .map_err(|fault| fault.renamed("voice", "session.audio.output.voice"))
@@ -286,7 +276,7 @@ impl Settings {
         })
     }
 
-    /// The form of the audio that is sent.
+    /// The format of the audio sent.
     pub(super) fn output_shown(&self) -> Value {
         json!({"format": {"type": "audio/pcm", "rate": TTS_RATE_HZ}, "voice": self.voice, "speed": self.speed})
     }
@@ -327,7 +317,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let mut turns = Turns::default();
     let semantic = match map.get("type").and_then(Value::as_str) {
         Some("server_vad") => false,
-        // no model decides when a sentence is complete: a longer pause is used instead
+        // no model detects complete sentences: a longer pause is used instead
         Some("semantic_vad") => true,
         other => {
             return invalid(
@@ -435,15 +425,14 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A number of milliseconds that is in range.
 fn from_millis(millis: f64) -> Duration {
     Duration::try_from_secs_f64(millis / 1000.0).unwrap_or_default()
 }
 
 const UNKNOWN: &str = "is not a known parameter";
-/// Our choice: a pause in a sentence that is thought about.
+/// Our choice: a pause for thought within a sentence.
 const SEMANTIC_SILENCE: Duration = Duration::from_millis(700);
 const PREFIX_MAX_MS: f64 = 2000.0;
-/// Below it every gap between two words ends a turn.
+/// Shorter values would end a turn at gaps between words.
 const SILENCE_MIN_MS: f64 = 100.0;
 const SILENCE_MAX_MS: f64 = 10_000.0;

@@ -13,55 +13,55 @@ pub enum Event {
     Describe,
     /// The answer to [`Describe`](Self::Describe).
     Info(Box<Info>),
-    /// The audio that follows is to be written down.
+    /// Requests a transcript of the following audio.
     Transcribe(Transcribe),
     /// Audio begins.
     AudioStart(AudioStart),
     /// Some audio.
     AudioChunk(AudioChunk),
-    /// Audio has ended.
+    /// Audio ends.
     AudioStop(AudioStop),
-    /// A transcript; as a request: words to an assistant.
+    /// A transcript; as a request, text for an assistant.
     Transcript(Transcript),
     /// A transcript in pieces begins.
     TranscriptStart(TranscriptStart),
-    /// A piece of it.
+    /// A piece of the transcript.
     TranscriptChunk(Text),
-    /// Its end; the whole of it has come as [`Transcript`](Self::Transcript) before.
+    /// The pieces end; the whole transcript was sent before as [`Transcript`](Self::Transcript).
     TranscriptStop,
-    /// An assistant has an answer.
+    /// The assistant's answer.
     Handled(Handled),
     /// The assistant has no answer; the text is the reason, for people.
     NotHandled(Handled),
     /// An answer in pieces begins.
     HandledStart(HandledStart),
-    /// A piece of it.
+    /// A piece of the answer.
     HandledChunk(Text),
-    /// Its end; the whole of it has come as [`Handled`](Self::Handled) before.
+    /// The pieces end; the whole answer was sent before as [`Handled`](Self::Handled).
     HandledStop,
-    /// The following input passes several stages.
+    /// The following input is processed by several stages.
     RunPipeline(RunPipeline),
-    /// A whole text is to be spoken.
+    /// Requests speech for a whole text.
     Synthesize(Synthesize),
-    /// A text that arrives in pieces is to be spoken.
+    /// Requests speech for a text in pieces.
     SynthesizeStart(SynthesizeStart),
-    /// A piece of it.
+    /// A piece of the text.
     SynthesizeChunk(Text),
-    /// Its end.
+    /// The text ends.
     SynthesizeStop,
-    /// All of it has been spoken.
+    /// The speech is complete.
     SynthesizeStopped,
-    /// The server could not do it, and closes the connection.
+    /// The request failed; the server closes the connection.
     Error(ErrorReply),
-    /// Asks for a [`Pong`](Self::Pong).
+    /// Requests a [`Pong`](Self::Pong).
     Ping(Ping),
     /// The answer to [`Ping`](Self::Ping).
     Pong(Ping),
     /// Our extension: requests another variant of a worker.
     Resize(Resize),
-    /// The answer to [`Resize`](Self::Resize), sent when the switch is done.
+    /// The answer to [`Resize`](Self::Resize), after the switch.
     Resized(Resized),
-    /// A type that is not listed here.
+    /// An unknown type.
     #[serde(skip)]
     Other(Frame),
 }
@@ -73,7 +73,7 @@ macro_rules! types {
             /// The message as a typed event.
             ///
             /// # Errors
-            /// When a type that is understood lacks a field it must have, or has one of the wrong type.
+            /// If a known type lacks a required field, or a field has the wrong type.
             pub fn from_frame(frame: Frame) -> Result<Self, EventError> {
                 let fields = Fields { kind: frame.kind, data: frame.data };
                 let mut event = match fields.kind.as_str() {
@@ -88,7 +88,7 @@ macro_rules! types {
                 Ok(event)
             }
 
-            /// Its type as written in the header.
+            /// Its type, as in the header.
             #[must_use]
             pub fn kind(&self) -> &str {
                 match self {
@@ -130,7 +130,7 @@ types! {
 }
 
 impl Event {
-    /// The message of the event.
+    /// The event as a message.
     #[must_use]
     pub fn into_frame(self) -> Frame {
         let (kind, data) = (self.kind().to_owned(), object(&self));
@@ -222,10 +222,10 @@ pub struct AudioStop {
 pub struct Transcript {
     /// The recognised text.
     pub text: String,
-    /// In which language.
+    /// Its language.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
-    /// Belongs to a conversation.
+    /// Identifies a conversation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
@@ -233,7 +233,7 @@ pub struct Transcript {
 /// Fields of `transcript-start`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TranscriptStart {
-    /// In which language.
+    /// Its language.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
 }
@@ -244,7 +244,7 @@ pub struct Handled {
     /// The assistant's answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// Belongs to a conversation.
+    /// Identifies a conversation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
@@ -252,12 +252,12 @@ pub struct Handled {
 /// Fields of `handled-start`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandledStart {
-    /// Belongs to a conversation.
+    /// Identifies a conversation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
 
-/// Fields of `run-pipeline` that mean something here.
+/// Supported fields of `run-pipeline`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunPipeline {
     /// The first stage: `asr`, `handle`, …
@@ -290,7 +290,7 @@ pub struct Voice {
     /// Its name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Or any of this language.
+    /// Or any voice of this language.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
     /// A speaker of a multi-speaker voice.
@@ -298,7 +298,7 @@ pub struct Voice {
     pub speaker: Option<String>,
 }
 
-/// Fields of an event that is only a text.
+/// Fields of an event with only a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
     /// The text.
@@ -318,7 +318,7 @@ pub struct ErrorReply {
 /// Fields of `ping` and `pong`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ping {
-    /// Comes back unchanged.
+    /// Returned unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
@@ -326,16 +326,16 @@ pub struct Ping {
 /// Fields of our extension `cotenant-resize`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resize {
-    /// The size to take, for example `grammar` or `open`.
+    /// The requested variant, for example `grammar` or `open`.
     pub variant: String,
 }
 
 /// Fields of our extension `cotenant-resized`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resized {
-    /// The size it has now.
+    /// The current variant.
     pub variant: String,
-    /// Its resident set in bytes as it reads it itself, when it can.
+    /// Its resident set in bytes, if known to the worker.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rss_bytes: Option<u64>,
 }
@@ -349,7 +349,7 @@ pub struct EventError {
     source: serde_json::Error,
 }
 
-/// Type and fields of a message that is being read.
+/// Type and fields of a message being parsed.
 struct Fields {
     kind: String,
     data: Map<String, Value>,
@@ -373,7 +373,7 @@ impl Fields {
     }
 }
 
-/// A number of [`WHOLE`] that a client's language wrote as `16000.0`. Parts of a millisecond are left out.
+/// A number of [`WHOLE`] written as a float, `16000.0`, by some languages. Fractions of a millisecond are dropped.
 fn whole(key: &str, value: &Value) -> Option<Value> {
     if !WHOLE.contains(&key) || !value.is_f64() {
         return None;
@@ -388,11 +388,10 @@ fn whole(key: &str, value: &Value) -> Option<Value> {
 }
 
 const TIMESTAMP: &str = "timestamp";
-/// Fields of events that are whole numbers.
+/// Integer fields of events.
 const WHOLE: [&str; 4] = ["rate", "width", "channels", TIMESTAMP];
 
-/// Its fields as a JSON object; empty where it has none. All types here are structs with string keys, which serde_json
-/// always can write.
+/// Its fields as a JSON object, empty if there are none. Serialising a struct with string keys cannot fail.
 fn object(event: &Event) -> Map<String, Value> {
     match serde_json::to_value(event) {
         Ok(Value::Object(map)) => map,

@@ -21,7 +21,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// A message without fields and bytes.
+    /// A message without fields and payload.
     #[must_use]
     pub fn new(kind: impl Into<String>) -> Self {
         Self {
@@ -30,13 +30,13 @@ impl Frame {
         }
     }
 
-    /// The bytes of the message.
+    /// Encodes the message.
     ///
-    /// The fields always follow the header line, since a reader that uses Python's `readline` fails on a line of 64
+    /// The fields always follow the header line, because a reader that uses Python's `readline` fails on a line of 64
     /// KiB.
     ///
     /// # Errors
-    /// When the type is so long that the header line would exceed [`FrameLimits::header`] of the default limits.
+    /// If the type makes the header line exceed [`FrameLimits::header`] of the default limits.
     pub fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let data = if self.data.is_empty() {
             Vec::new()
@@ -62,12 +62,12 @@ impl Frame {
     }
 }
 
-/// Limits of an accepted message; larger announced lengths are refused.
+/// Limits of received messages; larger announced lengths are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameLimits {
     /// Bytes of the header line with its newline.
     pub header: usize,
-    /// Bytes of the JSON object behind the header line.
+    /// Bytes of the JSON object after the header line.
     pub data: usize,
     /// Bytes of the payload.
     pub payload: usize,
@@ -77,7 +77,7 @@ pub struct FrameLimits {
 
 impl Default for FrameLimits {
     /// 64 KiB is the limit of the reference implementation's `readline`; a large `info` has some 100 KiB; 1 MiB of
-    /// payload is 32 s of speech in one message, where clients send 20 … 128 ms. Common JSON takes six times its text.
+    /// payload is 32 s of speech, where clients send 20 … 128 ms. Common JSON takes six times its text.
     fn default() -> Self {
         Self {
             header: 64 << 10,
@@ -88,19 +88,19 @@ impl Default for FrameLimits {
     }
 }
 
-/// Result of [`decode`] at the start of some bytes.
+/// Result of [`decode`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decoded {
-    /// A whole message and how many bytes it took.
+    /// A whole message and its length in bytes.
     Frame(Box<Frame>, usize),
-    /// The beginning of one; it has at least this many bytes.
+    /// Part of a message, which has at least this many bytes.
     Incomplete(usize),
 }
 
-/// Reads the message at the start of `bytes`.
+/// Decodes the message at the start of `bytes`.
 ///
 /// # Errors
-/// When they cannot become a message, however many follow.
+/// If no continuation can make them a message.
 pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> {
     let window = bytes.get(..limits.header).unwrap_or(bytes);
     let Some(end) = window.iter().position(|&byte| byte == b'\n') else {
@@ -145,7 +145,7 @@ pub struct FrameReader<R> {
     inner: R,
     limits: FrameLimits,
     buffer: Vec<u8>,
-    /// Fewer bytes than this cannot be a whole message.
+    /// Minimum length of the buffered message.
     needed: usize,
 }
 
@@ -160,12 +160,10 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
-    /// The next message; `None` when the peer closed the stream between two messages.
-    ///
-    /// Dropping the returned future loses nothing.
+    /// The next message; `None` if the peer closed the stream between two messages. Cancel-safe.
     ///
     /// # Errors
-    /// When the stream fails, ends within a message, or carries anything but messages. Nothing can be read after that.
+    /// If the stream fails, ends within a message, or has invalid data. Nothing can be read afterwards.
     pub async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         loop {
             if self.buffer.len() >= self.needed {
@@ -181,7 +179,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                     Decoded::Incomplete(needed) => self.needed = needed,
                 }
             }
-            // Space for announced data is reserved as it arrives, not before.
+            // Allocates space as data arrives, not as announced.
             self.buffer.reserve(READ_SIZE);
             if self.inner.read_buf(&mut self.buffer).await? == 0 {
                 if self.buffer.is_empty() {
@@ -194,7 +192,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
-    /// Reads and discards the remaining data, up to the end of the stream or about `limit` bytes.
+    /// Reads and discards up to the end of the stream or about `limit` bytes.
     pub async fn discard(&mut self, limit: usize) {
         let mut dropped = 0;
         while dropped < limit {
@@ -211,7 +209,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
 /// Writes one message and flushes it.
 ///
 /// # Errors
-/// When it cannot be encoded or the stream fails.
+/// If it cannot be encoded or the stream fails.
 pub async fn write_frame<W: AsyncWrite + Unpin>(
     writer: &mut W,
     frame: &Frame,
@@ -221,7 +219,7 @@ pub async fn write_frame<W: AsyncWrite + Unpin>(
     Ok(())
 }
 
-/// Why bytes are no Wyoming message.
+/// Reason why bytes are not a Wyoming message.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -237,7 +235,7 @@ pub enum FrameError {
     /// The data is malformed.
     #[error("data of a Wyoming message is not a JSON object")]
     Data(#[source] serde_json::Error),
-    /// A part is announced longer than is accepted.
+    /// A part exceeds its limit.
     #[error("`{field}` of a Wyoming message is {announced}, at most {limit} bytes are accepted")]
     TooLong {
         /// The field of the header.
@@ -247,7 +245,7 @@ pub enum FrameError {
         /// The limit in bytes.
         limit: usize,
     },
-    /// A part would take more memory than is accepted.
+    /// A part would exceed its memory limit.
     #[error("{part} of a Wyoming message would take {tree} of memory, the limit is {limit}")]
     TreeTooLarge {
         /// The part.
@@ -268,7 +266,7 @@ pub enum FrameError {
     Io(#[from] io::Error),
 }
 
-/// The header line as read. `type` must be there, lengths may be missing or null.
+/// The header line as received: `type` is required, lengths may be missing or null.
 #[derive(Deserialize)]
 struct HeaderIn {
     #[serde(rename = "type")]
@@ -278,7 +276,7 @@ struct HeaderIn {
     payload_length: Option<u64>,
 }
 
-/// The header line as written.
+/// The header line as sent.
 #[derive(Serialize)]
 struct HeaderOut<'a> {
     #[serde(rename = "type")]
@@ -295,7 +293,7 @@ fn check_tree(part: &'static str, text: &[u8], limit: Bytes) -> Result<(), Frame
     if tree > limit {
         return Err(FrameError::TreeTooLarge { part, tree, limit });
     }
-    // It ends with the event that is made of it.
+    // The tree is freed with the event built from it.
     heap::freed(tree);
     Ok(())
 }
@@ -312,14 +310,13 @@ fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<
     }
 }
 
-/// Version of the protocol that is written into each header: the release of OHF-Voice/wyoming whose `event.py` and
-/// `info.py` this follows.
+/// Protocol version in each header: the release of OHF-Voice/wyoming whose `event.py` and `info.py` this follows.
 const VERSION: &str = "1.10.2";
 
-/// Bytes read from the stream at once; an audio message of 128 ms has 4 KiB.
+/// Bytes per read; an audio message of 128 ms has 4 KiB.
 const READ_SIZE: usize = 8 << 10;
 
-/// A buffer that has grown beyond this is not kept for the next message.
+/// Capacity above which a buffer is not kept for the next message.
 const KEPT_BUFFER: usize = 64 << 10;
 
 #[cfg(test)]

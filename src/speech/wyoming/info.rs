@@ -1,7 +1,7 @@
 //! Service description of a Wyoming server.
 //!
-//! Written strictly, since the reference client raises `TypeError` when `name`, `installed` or `attribution` is
-//! missing; read leniently, since servers of any version are asked.
+//! Written strictly, because the reference client raises `TypeError` if `name`, `installed` or `attribution` is
+//! missing; read leniently, because servers have any version.
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
@@ -55,10 +55,10 @@ pub struct Artifact {
     /// Its author.
     #[serde(deserialize_with = "or_default")]
     pub attribution: Attribution,
-    /// Whether it can be used now.
+    /// Whether it is available.
     #[serde(deserialize_with = "or_default")]
     pub installed: bool,
-    /// For people.
+    /// Description for people.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
     /// Its version.
@@ -81,7 +81,7 @@ pub struct AsrProgram {
     pub supports_transcript_streaming: bool,
 }
 
-/// A program that speaks.
+/// A speech synthesiser.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TtsProgram {
@@ -91,7 +91,7 @@ pub struct TtsProgram {
     /// Its voices. The field is `voices`, not `models`.
     #[serde(deserialize_with = "or_default")]
     pub voices: Vec<Model>,
-    /// Whether it accepts a text in pieces.
+    /// Whether it accepts text in pieces.
     #[serde(deserialize_with = "or_default")]
     pub supports_synthesize_streaming: bool,
 }
@@ -106,7 +106,7 @@ pub struct HandleProgram {
     /// Models of the assistant.
     #[serde(deserialize_with = "or_default")]
     pub models: Vec<Model>,
-    /// Whether it sends an answer in pieces.
+    /// Whether it sends answers in pieces.
     #[serde(deserialize_with = "or_default")]
     pub supports_handled_streaming: bool,
     /// Whether it can control the home.
@@ -136,7 +136,7 @@ pub struct Speaker {
     pub name: String,
 }
 
-/// The readable ones; models of recognisers may have something else under this name.
+/// Reads the valid speakers; models of recognisers may use this name for something else.
 fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, D::Error> {
     let value = Option::<Value>::deserialize(deserializer)?;
     let listed = value
@@ -149,7 +149,7 @@ fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, 
         .collect())
 }
 
-/// An explicit null is the same as a missing field.
+/// Treats an explicit null like a missing field.
 fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
     deserializer: D,
 ) -> Result<T, D::Error> {

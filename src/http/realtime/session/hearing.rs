@@ -1,4 +1,4 @@
-//! What a user has said in a session: recognised once their turn has ended, or ahead of that.
+//! Recognition of the user's speech in a session, after the end of a turn or ahead of it.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
 use cotenant_telemetry::Span;
 
 impl Session {
-    /// Has a turn recognised that has probably ended.
+    /// Starts recognition of a turn that has probably ended.
     pub(super) fn begin_early(&mut self, closing: bool) {
         if closing || self.hearing.is_some() || !self.said.is_empty() {
             return;
@@ -48,7 +48,7 @@ impl Session {
         };
     }
 
-    /// Begins the answer to a turn that has probably ended. It waits for the end once its first words are there.
+    /// Starts the answer to a turn that has probably ended. It is sent only once the turn has ended.
     pub(super) fn heard_early(&mut self, text: Option<&str>) {
         let Some(mut early) = self.early.take() else {
             return;
@@ -74,7 +74,6 @@ impl Session {
         self.early = Some(early);
     }
 
-    /// Turns an utterance into an item.
     pub(super) fn committed(&mut self, utterance: Utterance, early: Option<Early>, respond: bool) {
         let id = self
             .turn
@@ -248,7 +247,7 @@ impl Session {
         self.hear();
     }
 
-    /// Reports a failed recognition in the event that its client expects.
+    /// Reports a failed recognition by the event expected by the client.
     pub(super) fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
         let fault = Fault::from(refusal.clone());
         if self.settings.transcription.is_some() {
@@ -277,8 +276,7 @@ impl Session {
 }
 
 impl Early {
-    /// The text of the turn; `None` if it cannot be had, or all of this is to be given up. May be dropped and called
-    /// again.
+    /// The text of the turn; `None` if recognition failed or the early work is to be cancelled. Cancel-safe.
     pub(super) async fn heard(&mut self) -> Option<String> {
         tokio::select! {
             biased;
@@ -288,7 +286,7 @@ impl Early {
     }
 }
 
-/// As it reads after "cannot".
+/// Completes "cannot".
 const HEAR: &str = "transcribe what was said";
-/// Utterances that wait for the recogniser. Our choice.
+/// Utterances that may wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;

@@ -1,4 +1,4 @@
-//! The response of a session: announced, begun and ended.
+//! The response of a session: announced, started and ended.
 
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
@@ -25,7 +25,7 @@ use cotenant_conversation::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 use cotenant_telemetry::{Span, SpanKind};
 
 impl Session {
-    /// Reserves memory for client input and for values that a response derives from it.
+    /// Reserves memory for client input and the values that a response derives from it.
     pub(super) fn set_aside(&self, memory: &RequestMemory, sent: &Value) -> Result<(), Fault> {
         let tree = bounded_tree(
             sent.to_string().as_bytes(),
@@ -38,7 +38,7 @@ impl Session {
         )
     }
 
-    /// Announces an item that is complete; the oldest makes room for it.
+    /// Announces a complete item; the oldest items are deleted for it if necessary.
     pub(super) fn announced(&mut self, id: &str, item: &Value) {
         let followed = self.items.followed(id, item);
         for kind in ["conversation.item.added", "conversation.item.done"] {
@@ -60,7 +60,7 @@ impl Session {
         turns.is_some_and(|turns| turns.respond) && !self.settings.transcription_only
     }
 
-    /// Request metadata for a part of the session.
+    /// Request metadata for a stage of the session.
     pub(super) fn part_meta(&self, span: &Span) -> RequestMeta {
         RequestMeta {
             id: self.meta.id.clone(),
@@ -69,7 +69,7 @@ impl Session {
         }
     }
 
-    /// The span of a turn: a new trace, unless the client has begun one for the session.
+    /// The span of a turn: a new trace, unless the client has started one for the session.
     pub(super) fn turn_begins(&self) -> Span {
         let parent = self.meta.trace.filter(|trace| trace.from_caller);
         let span = self
@@ -82,7 +82,7 @@ impl Session {
         span
     }
 
-    /// Announces a response, which begins when all utterances are recognised.
+    /// Announces a response, which starts once all utterances are recognised.
     pub(super) fn announce(
         &mut self,
         response: Map<String, Value>,
@@ -155,7 +155,7 @@ impl Session {
         Ok(())
     }
 
-    /// Starts the pending response, once all speech before it is recognised.
+    /// Starts the announced response once all earlier speech is recognised.
     pub(super) fn start(&mut self) {
         if self.hearing.is_some() || !self.said.is_empty() {
             return;
@@ -195,7 +195,7 @@ impl Session {
         }
     }
 
-    /// The request for a response to the conversation, or to `items` only, with words that are not an item yet.
+    /// The request for a response to the conversation, or only to `items`, with text that is not an item yet.
     pub(super) fn asked(
         &self,
         meta: RequestMeta,
@@ -280,7 +280,7 @@ impl Session {
             )) => {}
             Some(Step::Sentence(sentence)) => active.output.sentence(sentence, place),
             Some(Step::Audio(samples)) => active.output.audio(&samples, place),
-            // Said once: from now on no speed is in force.
+            // Reported once: afterwards no speed is in force.
             Some(Step::OneSpeed) => {
                 let speed = std::mem::replace(&mut self.settings.speed, 1.0);
                 if (speed - 1.0).abs() > f64::EPSILON {
@@ -327,13 +327,13 @@ impl Session {
 }
 
 impl Ahead {
-    /// Whether this is the answer to a request that is made now.
+    /// Whether this early answer matches the request made now.
     pub(super) fn answers(&self, request: &ChatRequest, voice: Option<&Voice>) -> bool {
         let mut now = ChatRequest {
             meta: self.request.meta.clone(),
             ..request.clone()
         };
-        // A client of this API cannot choose it.
+        // This API has no field for the seed.
         now.sampling.asked.seed = self.request.sampling.asked.seed;
         now == self.request && voice == self.voice.as_ref()
     }
@@ -348,8 +348,7 @@ pub(in crate::realtime) fn draining() -> Refusal {
 
 const NO_WORDS: &str = "cannot give a response: no item of the conversation has words, and there are no instructions \
     (hint: commit audio with speech, or send text by `conversation.item.create`)";
-/// The field that not every voice honours.
+/// A field that some voices ignore.
 const SPEED: &str = "session.audio.output.speed";
-/// JSON trees of settings that exist at once: the session's, those of its response, and those of the request to the
-/// LLM.
+/// Concurrent JSON trees of settings: the session's, those of its response, and those of the request to the LLM.
 const TREES_MAX: u64 = 3;

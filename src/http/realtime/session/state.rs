@@ -24,28 +24,27 @@ use crate::{
 use cotenant_speech::voice_activity::EarlyPause;
 use cotenant_telemetry::Span;
 
-/// One session.
 pub(in crate::realtime) struct Session {
     pub(super) api: Api,
     pub(super) meta: RequestMeta,
     pub(super) id: String,
     pub(super) conversation: String,
     pub(super) settings: Settings,
-    /// Memory for the settings and for values that a response derives from them.
+    /// Memory for the settings and the values that a response derives from them.
     pub(super) memory: RequestMemory,
     pub(super) items: Items,
     pub(super) input: Input,
-    /// The item of the turn that is being spoken.
+    /// The item of the current turn.
     pub(super) turn: Option<String>,
     pub(super) hearing: Option<Heard>,
     /// Utterances to recognise next.
     pub(super) said: VecDeque<Said>,
-    /// Work on a turn that has probably ended, and the pause after which it has.
+    /// Work on a turn that has probably ended, and the pause after which it starts.
     pub(super) early: Option<Early>,
     pub(super) early_pause: EarlyPause,
-    /// The answer that was begun ahead of the turn that was recognised last.
+    /// The answer started early for the last recognised turn.
     pub(super) ahead: Option<Ahead>,
-    /// The span of the last turn, which the response to it continues.
+    /// The span of the last turn, to which its response belongs.
     pub(super) turn_span: Option<Span>,
     pub(super) active: Option<Active>,
     pub(super) outbox: Outbox,
@@ -53,43 +52,43 @@ pub(in crate::realtime) struct Session {
     pub(super) times: Times,
 }
 
-/// The response that is given.
+/// The response in progress.
 pub(super) struct Active {
     pub(super) output: Output,
     pub(super) settings: Settings,
-    /// Whether it continues the conversation, or its own input only.
+    /// Whether it continues the conversation, or only its own input.
     pub(super) own: bool,
     pub(super) input: Vec<Value>,
     /// Reservation for its own data.
     pub(super) _memory: RequestMemory,
-    /// `None` until the preceding speech is recognised.
+    /// `None` until all earlier speech is recognised.
     pub(super) run: Option<Run>,
-    /// Request to repeat if the answer that was begun ahead fails before its first word.
+    /// Request to repeat if the early answer fails before its first text.
     pub(super) again: Option<(ChatRequest, Option<Voice>)>,
     pub(super) span: Span,
     pub(super) finished: Option<(FinishReason, Usage)>,
 }
 
 pub(super) struct Times {
-    /// Time of the last client data, and of a ping sent since then.
+    /// Times of the last client data, and of a ping sent since.
     pub(super) seen: Instant,
     pub(super) pinged: bool,
-    /// When something happened that is no sign of life alone.
+    /// Time of the last event other than a sign of life.
     pub(super) used: Instant,
 }
 
-/// An utterance that waits for the recogniser.
+/// An utterance to be recognised.
 pub(super) struct Said {
     pub(super) item: String,
     pub(super) utterance: Utterance,
-    /// What was done of it ahead.
+    /// Early work on it.
     pub(super) early: Option<Early>,
     /// Whether a response follows it.
     pub(super) respond: bool,
 }
 
-/// Work ahead of the end of a turn. Its client sees nothing of it before the turn has ended, and it is dropped if the
-/// turn goes on.
+/// Work ahead of the end of a turn. The client sees nothing of it before the end, and it is dropped if the turn
+/// continues.
 pub(super) struct Early {
     pub(super) hearing: Hearing,
     pub(super) is_heard: bool,
@@ -100,14 +99,14 @@ pub(super) struct Early {
     pub(super) place: OwnedSemaphorePermit,
 }
 
-/// An answer that was begun ahead, and the request that it answers.
+/// An answer started early, and its request.
 pub(super) struct Ahead {
     pub(super) request: ChatRequest,
     pub(super) voice: Option<Voice>,
     pub(super) run: Run,
 }
 
-/// Something that is being recognised.
+/// A recognition in progress.
 pub(super) struct Heard {
     pub(super) item: String,
     pub(super) respond: bool,
