@@ -14,7 +14,7 @@ pub(crate) struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// The path that was named, or the default.
+    /// Returns the given path, or the default.
     pub(super) fn path(&self) -> PathBuf {
         let named = self.file.as_ref().or(self.config.as_ref()).cloned();
         named
