@@ -5,7 +5,7 @@
 //! | rung | condition | detection |
 //! |---|---|---|
 //! | [`PsiRung::TriggerOneSecond`] | CAP_SYS_RESOURCE | at once, at most one notification per second |
-//! | [`PsiRung::TriggerTwoSeconds`] | no capability, kernel 6.4 or newer (also Debian's 6.1) | the same, at most one in 2 s |
+//! | [`PsiRung::TriggerTwoSeconds`] | no capability, kernel 6.4 or newer (also Debian's 6.1) | the same, one per 2 s |
 //! | [`PsiRung::ReadOnly`] | the file is read-only, or the kernel refuses both windows | at the next sample |
 //! | [`PsiRung::Absent`] | no `CONFIG_PSI`, or `psi=0` | by `meminfo` and `vmstat` only |
 
