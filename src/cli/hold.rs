@@ -219,7 +219,7 @@ struct Keeper {
     say: Say,
     lease: Lease,
     term: Duration,
-    /// Sending time of the last confirmed renewal: the term runs at least from then.
+    /// Sending time of the last confirmed renewal: the term starts no earlier.
     heard: Instant,
     /// Sending times of unconfirmed renewals on this stream.
     sent: VecDeque<Instant>,

@@ -7,8 +7,8 @@
 //!                                             the process ends with code 70, and systemd starts the next one
 //! ```
 //!
-//! It needs no lock that the loop could hold: the loop's time is atomic, the plan is precomputed, and lines are written
-//! to stderr by one system call. Only the loop notifies systemd's watchdog, so systemd detects the stall too.
+//! It waits for nothing that a hung loop holds: the loop's time is atomic, the plan is precomputed, and lines are
+//! written to stderr by one system call. Only the loop notifies systemd's watchdog, so systemd detects the stall too.
 
 use std::{
     io,
