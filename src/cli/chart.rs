@@ -559,7 +559,6 @@ fn text_style(size: i32, colour: RGBColor) -> TextStyle<'static> {
 }
 
 trait Bold {
-    /// Returns the font in bold.
     fn font_bold(self) -> Self;
 }
 

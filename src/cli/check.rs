@@ -34,7 +34,6 @@ use cotenant_worker::{
     preflight::{Found, MachineFacts, Severity, preflight},
 };
 
-/// Duration of reading the disk.
 const DISK_TIME: Duration = Duration::from_secs(1);
 
 /// Neighbours shown: only a few matter for a budget.
@@ -211,7 +210,6 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) 
     findings.iter().filter(is_warning).count()
 }
 
-/// Performs all checks; returns the exit code.
 fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let path = args.config.path();
     let config = match config::load(&path) {

@@ -98,7 +98,6 @@ fn readiness(readiness: &Readiness) -> String {
 }
 
 impl WorkerCheck {
-    /// Renders the facts for people.
     pub(super) fn lines(&self) -> Vec<String> {
         let place = self.endpoint.as_deref().unwrap_or("nowhere");
         let mut lines = vec![format!(
@@ -130,7 +129,6 @@ impl WorkerCheck {
         lines
     }
 
-    /// Renders the facts for programs.
     pub(super) fn json(&self) -> Value {
         json!({
             "name": self.name,

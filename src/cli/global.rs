@@ -47,7 +47,6 @@ pub struct Global {
 const GLOBAL: &str = "Global options";
 
 impl Global {
-    /// Returns the given socket, or the default.
     fn endpoint(&self) -> Result<Endpoint, CliError> {
         if let Some(endpoint) = &self.endpoint {
             return Ok(endpoint.clone());
@@ -60,7 +59,6 @@ impl Global {
         })
     }
 
-    /// Connects to the supervisor.
     pub(super) async fn connect(&self) -> Result<Channel, CliError> {
         let endpoint = match self.endpoint()? {
             Endpoint::Tls(url, _) => Endpoint::Tls(url, self.identification()?),
@@ -123,13 +121,11 @@ impl Global {
     }
 }
 
-/// Default address of the supervisor.
 const DEFAULT_ENDPOINT: &str = "unix:///run/cotenant/cotenant.sock";
 
 /// Time by which a call may exceed its deadline (our choice).
 pub(super) const ANSWER_GRACE: Duration = Duration::from_millis(200);
 
-/// Creates a runtime for one command.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()

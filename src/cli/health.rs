@@ -37,7 +37,6 @@ pub struct Health {
     wait: bool,
 }
 
-/// Result of the query.
 enum Found {
     Status(ServingStatus),
     Unreachable(CliError),

@@ -194,21 +194,18 @@ async fn create(
     lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
 }
 
-/// Reason for the end.
 enum Over {
     Ended(String),
     Exited(ExitStatus),
     Interrupted(u8),
 }
 
-/// Next event.
 enum Next {
     Exited(ExitStatus),
     Heard(Box<Result<Option<HoldLeaseResponse>, Status>>),
     Time,
 }
 
-/// Pending target.
 struct Due {
     target: Target,
     /// Whether the target was answered on this stream. Answers are not repeated, since each causes two responses.
@@ -223,7 +220,6 @@ struct Keeper {
     heard: Instant,
     /// Sending times of unconfirmed renewals on this stream.
     sent: VecDeque<Instant>,
-    /// Target not reached yet.
     due: Option<Due>,
     program: Option<Program>,
 }
@@ -470,7 +466,6 @@ impl Keeper {
     }
 }
 
-/// Program under the lease.
 struct Program {
     child: Child,
     /// Exit status, while processes that it started continue.

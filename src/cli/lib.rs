@@ -249,7 +249,6 @@ fn done(result: Result<(), CliError>) -> Result<ExitCode, CliError> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-/// Runs a verb that calls the supervisor.
 fn client(verb: impl Future<Output = Result<(), CliError>>) -> Result<ExitCode, CliError> {
     runtime()?.block_on(verb)?;
     Ok(ExitCode::SUCCESS)

@@ -59,7 +59,6 @@ pub struct Resize {
     wait: Duration,
 }
 
-/// Commands for a worker.
 #[derive(Clone, Copy)]
 pub(super) enum Control {
     Recycle,
@@ -164,7 +163,6 @@ fn loaded(state: EngineState, took: Option<Duration>) -> Value {
     })
 }
 
-/// Returns the present state of the LLM.
 async fn engine(
     global: &Global,
     client: &mut OperatorServiceClient<Channel>,

@@ -99,7 +99,6 @@ fn to_json(death: &DeathCertificate) -> Value {
     output::camel_case(serde_json::to_value(death).unwrap_or_default())
 }
 
-/// Renders a certificate for people.
 fn describe(death: &DeathCertificate) -> String {
     let mut text = format!("{}\n", death.verdict.sentence);
     let mut row = |name: &str, value: String| text.push_str(&format!("  {name:<14}{value}\n"));
@@ -184,7 +183,6 @@ fn course(history: &[MemoryPoint]) -> Option<String> {
     ))
 }
 
-/// Number of measurements shown.
 const COURSE: usize = 6;
 
 #[cfg(test)]

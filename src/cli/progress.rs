@@ -2,7 +2,6 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 
-/// Progress line.
 pub(super) struct Progress {
     terminal: bool,
     /// Whether `NO_COLOR` is unset (<https://no-color.org>).

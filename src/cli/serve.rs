@@ -151,7 +151,6 @@ fn explain_load_error(error: &config::LoadError) {
     }
 }
 
-/// Prints an error, its causes and the remedy on stderr.
 pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
     eprintln!("error: {error}");
     let mut cause = error.source();

@@ -21,7 +21,6 @@ pub(super) fn span(span: &prost_types::Duration) -> String {
     }
 }
 
-/// Renders leases as a table.
 pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
     use Column::{Figure, Text};
     Table::of(

@@ -239,7 +239,6 @@ pub const ALLOCATOR: (&str, &str) = (
     "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0",
 );
 
-/// Starts the daemon in its folder.
 fn start(folder: &Path) -> io::Result<Process> {
     let log = fs::OpenOptions::new()
         .create(true)

@@ -127,7 +127,6 @@ pub(super) async fn request_pipeline(
     exchange.send(Event::RunPipeline(pipeline)).await
 }
 
-/// Rate of sending audio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pace {
     /// At once, like a file.

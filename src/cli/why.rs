@@ -220,7 +220,6 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
     }
 }
 
-/// Returns whether an outcome is still pending.
 fn is_pending(entry: &JournalEntry) -> bool {
     matches!(
         entry.content,

@@ -52,7 +52,6 @@ impl Checker {
         Some(written)
     }
 
-    /// Reads a size within a range.
     pub(super) fn size(
         &mut self,
         path: &str,
@@ -64,7 +63,6 @@ impl Checker {
         self.sized(path, written, parsed, &range)
     }
 
-    /// Reads a duration within a range.
     pub(super) fn duration(
         &mut self,
         path: &str,
@@ -89,7 +87,6 @@ impl Checker {
         }
     }
 
-    /// Reads a size or a percentage.
     pub(super) fn watermark(&mut self, path: &str, text: &Text) -> Option<Watermark> {
         if self.given(path, text)?.trim_end().ends_with('%') {
             return self.per_mille(path, text, 500).map(Watermark::PerMille);
@@ -98,7 +95,6 @@ impl Checker {
             .map(Watermark::Bytes)
     }
 
-    /// Reads a whole number within a range.
     pub(super) fn number<T>(
         &mut self,
         path: &str,
@@ -121,12 +117,10 @@ impl Checker {
         }
     }
 
-    /// Reads the name of a class.
     pub(super) fn class(&mut self, path: &str, text: &Text) -> Option<Class> {
         self.one_of(path, text, &Class::ALL.map(|class| (class.name(), class)))
     }
 
-    /// Reads one of several words.
     pub(super) fn one_of<T: Copy>(
         &mut self,
         path: &str,
@@ -203,7 +197,6 @@ impl Checker {
         Some(file.to_owned())
     }
 
-    /// Reads the path of a Unix socket.
     pub(super) fn socket(&mut self, path: &str, text: &Text) -> Option<PathBuf> {
         let socket = self.directory(path, text)?;
         self.socket_fits(path, &socket).then_some(socket)

@@ -9,7 +9,6 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Checks the lease holder.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
     let words = [
         ("own", LeaseHolder::Own),
@@ -20,7 +19,6 @@ pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHo
         .unwrap_or_default()
 }
 
-/// Checks the behaviour when idle.
 pub(super) fn idle(
     checker: &mut Checker,
     raw: &RawIdle,
@@ -51,7 +49,6 @@ pub(super) fn idle(
     idle
 }
 
-/// Checks limits and sandbox.
 pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
     let limits = format!("{at}.limits");
     let (user, group) = (
@@ -108,7 +105,6 @@ fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64
     read().map(Some)
 }
 
-/// Checks file access and system calls.
 fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
     let mut paths = |name: &str, list: &[String]| -> Vec<PathBuf> {
         list.iter()

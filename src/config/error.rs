@@ -233,7 +233,6 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
         .map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }
 
-/// Example of a file of keys.
 pub(super) const KEYS_HINT: &str =
     "write `clients: [{name: …, key: …}]` into a file of the supervisor's user, mode 0600";
 

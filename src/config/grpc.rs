@@ -10,7 +10,6 @@ use super::{
 use cotenant_policy::roles::{Bounds, Ids, Role};
 use cotenant_units::Bytes;
 
-/// Checks the section `grpc`.
 pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
     let socket = match raw.socket.0.as_deref() {
         Some("none") => None,

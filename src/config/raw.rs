@@ -140,7 +140,6 @@ fn is_blank(text: &str) -> bool {
         .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
-/// Converts an error of the YAML reader.
 fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     let position = error.location().map(|at| (at.line(), at.column()));
     let whole = error.to_string();

@@ -265,7 +265,6 @@ fn scaled(number: &str, scale: u64) -> Option<(u64, bool)> {
     Some((value, !exact.is_multiple_of(ten_to)))
 }
 
-/// Returns the error for an unknown unit.
 fn size_unit_error(text: &str, number: &str, unit: &str) -> SizeError {
     let lower = unit.to_ascii_lowercase();
     let letter = lower.chars().next().unwrap_or(' ');

@@ -8,7 +8,6 @@ use super::{
     raw::{RawTelemetry, Text},
 };
 
-/// Checks the section `telemetry`.
 pub(super) fn check(checker: &mut Checker, raw: &RawTelemetry) -> TelemetryConfig {
     TelemetryConfig {
         otlp: otlp(checker, &raw.otlp),

@@ -15,7 +15,6 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// Reads the list of workers.
 pub(super) fn check(
     checker: &mut Checker,
     raw: &[RawWorker],
@@ -179,7 +178,6 @@ impl WorkerProtocol {
     }
 }
 
-/// Reads the address of a worker.
 fn endpoint(
     checker: &mut Checker,
     raw: &RawWorker,
@@ -666,7 +664,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Ledger, metrics and chart are designed for a handful; the bound stops generated files from growing without limit.
 const WORKERS_MAX: usize = 64;
 
-/// Names that the supervisor reserves in the ledger.
 const RESERVED: [&str; 4] = ["cotenant", "engine", "llm", "supervisor"];
 
 /// Placeholders of `argv` and `env`.

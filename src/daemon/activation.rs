@@ -31,19 +31,16 @@ pub struct PassedSockets {
 #[derive(Debug)]
 pub(super) struct PassedSocket {
     name: String,
-    /// Address of the socket.
     pub(super) address: Address,
     pub(super) listener: PassedListener,
 }
 
-/// Socket by kind.
 #[derive(Debug)]
 pub(super) enum PassedListener {
     Tcp(TcpListener),
     Unix(UnixListener),
 }
 
-/// Address of a socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Address {
     Tcp(SocketAddr),
@@ -51,7 +48,6 @@ pub(super) enum Address {
     Abstract(String),
 }
 
-/// Use of a passed socket.
 #[derive(Debug, PartialEq, Eq)]
 enum Use {
     /// It is served in place of our own.

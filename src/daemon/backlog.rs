@@ -7,7 +7,6 @@ use cotenant_units::Timestamp;
 /// Pending requests of a worker, measured as work: the duration of audio to recognise, or of text when spoken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Backlog {
-    /// Total of pending work.
     work: Duration,
     requests: u32,
     /// Time per second of work, in microseconds; `None` before the first answer.

@@ -76,13 +76,10 @@ pub struct ControlHandle {
     listeners: OnceLock<Vec<(&'static str, SocketAddr)>>,
     /// Confinement of each worker since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
-    /// Process of each worker.
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
-    /// The current engine.
     engine: Mutex<Option<EngineHandle>>,
     /// First candidate of the next shed with its reason, as of the last round of measurements.
     next_shed: Mutex<String>,
-    /// Channel of reload calls.
     reloads: OnceLock<mpsc::Sender<ReloadCall>>,
 }
 
@@ -126,19 +123,16 @@ impl ControlHandle {
         (Arc::new(control), receiver)
     }
 
-    /// Records the first candidate of the next shed.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
         let text = next.map(next_shed_in_words).unwrap_or_default();
         *locked(&self.next_shed) = text;
     }
 
-    /// Sets the destination of reload calls.
     pub(super) fn note_reloader(&self, calls: mpsc::Sender<ReloadCall>) {
         // Set once per run.
         let _ = self.reloads.set(calls);
     }
 
-    /// Sets the current engine.
     pub(super) fn note_engine(&self, handle: EngineHandle) {
         *locked(&self.engine) = Some(handle);
     }
@@ -158,7 +152,6 @@ impl ControlHandle {
         running.collect()
     }
 
-    /// Records the confinement of a worker.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
         let mut notes = locked(&self.confinement);
         notes.insert(worker.to_owned(), lines);
@@ -169,7 +162,6 @@ impl ControlHandle {
         let _ = self.listeners.set(listeners);
     }
 
-    /// Records the outcome of a request to lock memory.
     pub(super) fn note_locked(&self, found: Locked) {
         if found.is_locked() {
             tracing::info!("{found}");
@@ -248,7 +240,6 @@ impl ControlHandle {
             .fold(answers, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Records an iteration of the loop.
     pub(super) fn beat(&self, now: Timestamp) {
         let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
         self.beat.store(at, Ordering::Relaxed);
@@ -260,7 +251,6 @@ impl ControlHandle {
         self.clock.now().since_start().saturating_sub(beat)
     }
 
-    /// Returns the clock of this run.
     #[must_use]
     pub(super) const fn clock(&self) -> MonotonicClock {
         self.clock
@@ -279,7 +269,6 @@ impl ControlHandle {
     }
 }
 
-/// Request in flight at a worker.
 #[derive(Debug)]
 pub(super) struct AtWork {
     control: Arc<ControlHandle>,

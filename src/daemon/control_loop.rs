@@ -197,7 +197,6 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         }
     }
 
-    /// Publishes the state, then performs the actions.
     fn publish(&mut self) {
         let state = Arc::new(self.arbiter.snapshot());
         self.free = state.memory.free;
@@ -243,7 +242,6 @@ mod tests {
         Bytes::from_mib(mib)
     }
 
-    /// Clock set by a test.
     #[derive(Clone, Debug, Default)]
     struct HandClock(Rc<Cell<Timestamp>>);
 
@@ -347,7 +345,6 @@ mod tests {
             answer
         }
 
-        /// Runs the loop until the inbox is empty.
         fn run(&mut self) {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .build()

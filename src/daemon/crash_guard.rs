@@ -30,7 +30,6 @@ struct Runs {
     open: Vec<u64>,
 }
 
-/// Entry of this run.
 #[derive(Debug)]
 pub(super) struct CrashGuard {
     file: PathBuf,

@@ -49,7 +49,6 @@ pub(super) struct Accounts {
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// Times of the last periodic work.
 pub(super) struct Upkeep {
     measured: Timestamp,
     notified: Timestamp,

@@ -55,7 +55,6 @@ pub(super) struct CurrentEngine {
 }
 
 impl CurrentEngine {
-    /// Returns a handle to the engine.
     pub(super) fn handle(&self) -> EngineHandle {
         self.handle
             .read()
@@ -85,7 +84,6 @@ pub(super) struct Inspector {
 }
 
 impl Inspector {
-    /// Creates the inspector of the configured model.
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, compute) = (sayable(llm), compute(llm));
@@ -143,7 +141,6 @@ impl Inspector {
         self.expected.clone()
     }
 
-    /// Starts reading.
     pub(super) fn begin(&self) {
         tokio::spawn(self.clone().run(None));
     }
@@ -253,7 +250,6 @@ pub(super) struct EngineDriver {
     parts: Parts,
 }
 
-/// Load in progress.
 struct Asked {
     at: Timestamp,
     revision: u64,
@@ -328,7 +324,6 @@ impl EngineDriver {
         self.engine.handle().load(&self.path, plan);
     }
 
-    /// Changes the engine's plan.
     pub(super) fn apply(&self, revision: u64, plan: EnginePlan) {
         self.engine.handle().apply(revision, plan);
     }
@@ -365,7 +360,6 @@ impl EngineDriver {
         self.engine.join();
     }
 
-    /// Returns access to the current engine.
     pub(super) fn current(&self) -> CurrentEngine {
         self.current.clone()
     }
@@ -479,7 +473,6 @@ pub fn threads(llm: &LlmConfig) -> usize {
     )
 }
 
-/// Maximum of the configuration.
 const THREADS_MAX: usize = 256;
 
 /// Returns running and waiting requests, and the KV need of the running one. KV of the last answer is kept only while
@@ -528,7 +521,6 @@ fn idle_conversation(kept: &Kept) -> IdleConversation {
     }
 }
 
-/// Returns the durations of a completed answer.
 fn timing(usage: Usage, prompt_took: Duration, took: Duration) -> Timing {
     let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let without = |all: Tokens, some: u32| Tokens::new(all.get().saturating_sub(some));

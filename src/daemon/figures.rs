@@ -19,7 +19,6 @@ use cotenant_policy::{
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_units::{Bytes, Timestamp};
 
-/// Counters of decisions.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
     tracer: Tracer,
@@ -429,7 +428,6 @@ mod tests {
                 .sum()
         }
 
-        /// Returns the last target.
         fn target(&self) -> (LeaseId, u64, Bytes) {
             let set = self.actions.iter().find_map(|action| match action {
                 Action::SetTarget {

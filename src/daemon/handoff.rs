@@ -37,7 +37,6 @@ pub(super) struct Place {
 
 /// Book of this run on disk.
 pub(super) struct Handoff {
-    /// Locked while open.
     _lock: File,
     file: BookFile,
     saved: SavedBook,
@@ -318,7 +317,6 @@ const RUNS_FOLLOWED: usize = 15;
 /// calls, but under memory pressure these may wait for pages.
 const GONE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Polling interval.
 const GONE_LOOK_EVERY: Duration = Duration::from_millis(2);
 
 #[cfg(test)]

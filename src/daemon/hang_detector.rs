@@ -60,7 +60,6 @@ impl HangDetector {
         }
     }
 
-    /// Records a completed answer.
     pub(super) fn answered(&self) {
         self.unanswered.answered();
     }
@@ -164,7 +163,6 @@ const QUESTIONS: u32 = 3;
 /// times, every 2 s), an idle worker is ended while its first client still retries.
 const IN_A_ROW: u32 = 3;
 
-/// Pause between two probes.
 const PAUSE: Duration = Duration::from_secs(2);
 
 /// Processor time per second that indicates computing (our choice): an idle server uses some milliseconds.

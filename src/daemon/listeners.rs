@@ -49,7 +49,6 @@ pub(super) struct Bound {
     wyoming: wyoming::Bound,
 }
 
-/// Open listeners.
 pub(super) struct Listeners {
     stop: CancellationToken,
     tasks: Vec<JoinHandle<()>>,
@@ -263,12 +262,10 @@ impl Listeners {
         Ok(())
     }
 
-    /// Returns the address of gRPC for display.
     pub(super) fn grpc_address(&self) -> &str {
         &self.grpc
     }
 
-    /// Returns the address of HTTP for display.
     pub(super) fn http_address(&self) -> String {
         let words: Vec<String> = self.http.iter().map(ToString::to_string).collect();
         if words.is_empty() {
@@ -278,7 +275,6 @@ impl Listeners {
         }
     }
 
-    /// Returns the addresses of Wyoming for display.
     pub(super) fn wyoming_address(&self) -> &str {
         &self.wyoming
     }
@@ -329,7 +325,6 @@ fn remote_of<'a>(
     Remote::on(listener, &certificates, tcp.role).map_err(|source| RunError::Remote { source })
 }
 
-/// Converts the roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
     roles.operators.clone_from(&config.operators);
@@ -387,7 +382,6 @@ const FILES_PER_CONNECTION: u64 = 3;
 /// 64 workers, and as much again).
 const FILES_OF_OUR_OWN: u64 = 512;
 
-/// Returns the health of each part.
 fn health_of(
     snapshot: &Snapshot,
     sample_age: Option<Duration>,

@@ -58,9 +58,7 @@ pub(super) struct Wanted {
     pub(super) whole: bool,
     /// KV capacity that the caller prefers.
     pub(super) context: Option<Tokens>,
-    /// Name of the caller, if known.
     pub(super) client: Option<Arc<str>>,
-    /// Parent span.
     pub(super) trace: Option<SpanContext>,
     /// Whether the tokens of the prompt are requested.
     pub(super) tokens: bool,
@@ -115,7 +113,6 @@ impl Llm {
         RequestId::new(self.0.requests.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Returns the name of the model.
     pub(super) fn name(&self) -> &str {
         &self.0.name
     }
@@ -474,14 +471,12 @@ pub(super) struct Guarded {
     span: Span,
     /// Whether a token has arrived.
     begun: bool,
-    /// Answer tokens counted so far.
     written: u64,
     /// Tokens of the prompt, if requested.
     pub(super) prompt: Vec<u32>,
 }
 
 impl Guarded {
-    /// Returns the next event.
     pub(super) async fn next(&mut self) -> Option<engine::GenerateEvent> {
         let event = self.events.recv().await;
         if let Some(event) = &event {

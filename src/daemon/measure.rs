@@ -44,7 +44,6 @@ use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
 
-/// Measures holders on demand.
 #[derive(Clone)]
 pub(super) struct Measurer {
     parts: Parts,
@@ -57,7 +56,6 @@ struct Shared {
     workers: BTreeMap<String, WorkerHandle>,
     engine: Option<CurrentEngine>,
     metrics: Arc<Metrics>,
-    /// Last reported peaks of workers.
     peaks: Mutex<BTreeMap<String, Bytes>>,
     /// Holders being measured, and whether to measure each once more.
     under_way: Mutex<BTreeMap<String, Again>>,

@@ -20,7 +20,6 @@ pub(super) fn reloading() {
     }
 }
 
-/// Notifies that the daemon is stopping.
 pub(super) fn stopping() {
     tell(&[NotifyState::Stopping]);
 }

@@ -15,13 +15,11 @@ use super::parts::Parts;
 use cotenant_policy::peaks::{LearnedPeak, Peaks};
 use cotenant_threads::blocking;
 
-/// Name of the file in the state directory.
 const FILE: &str = "peaks.json";
 
 /// Longer than a thousand peaks with long names; a longer file is not ours.
 const FILE_MAX: u64 = 1 << 20;
 
-/// Contents of the file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Stored {

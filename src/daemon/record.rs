@@ -17,10 +17,8 @@ use cotenant_policy::{
 use cotenant_rpc::{Supervisor as _, v1};
 use cotenant_units::Timestamp;
 
-/// Journal of this run.
 pub(super) struct Recorder {
     journal: Journal,
-    /// Event being handled.
     handled: Option<(Timestamp, Event)>,
 }
 
@@ -71,7 +69,6 @@ impl Recorder {
         self.handled = Some((at, event.clone()));
     }
 
-    /// Records the handled event and its actions.
     pub(super) fn actions(&mut self, at: Timestamp, actions: &[Action]) {
         emergency::outside(|| {
             self.record_handled();
@@ -90,7 +87,6 @@ impl Recorder {
         }
     }
 
-    /// Returns the number of lines that were not written.
     pub(super) fn lost(&self) -> u64 {
         let (dropped, failed) = self.journal.lost();
         dropped.saturating_add(failed)

@@ -48,7 +48,6 @@ pub(super) struct Reloader {
     pub(super) access: watch::Sender<Arc<Access>>,
 }
 
-/// Reason why a reload changed nothing.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error(transparent)]

@@ -78,7 +78,6 @@ const SETTLED_WITHOUT_ENGINE: Duration = Duration::from_secs(3);
 /// Longest wait for addresses in use although no supervisor runs here.
 const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Polling interval.
 const LISTENERS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Sources of reloadable settings, and systemd's sockets.

@@ -38,7 +38,6 @@ impl Pace {
         (Self { interval }, wanted)
     }
 
-    /// Sets the interval to the next sample.
     pub(super) fn set(&self, interval: Duration) {
         // Only a different value wakes the sampler.
         self.interval
@@ -46,7 +45,6 @@ impl Pace {
     }
 }
 
-/// Converts the rung to policy's type.
 const fn watch_of(rung: PsiRung) -> StallWatch {
     match rung {
         PsiRung::Absent => StallWatch::Absent,

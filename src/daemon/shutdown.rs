@@ -23,7 +23,6 @@ const DRAIN_MAX: Duration = Duration::from_secs(8);
 /// Longest time for the engine, the workers and the listeners to end.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 
-/// Control loop of the daemon.
 pub(super) type DaemonLoop = ControlLoop<MonotonicClock, Device>;
 
 /// Runs the loop until a signal or the loss of a critical task, then ends the run.
@@ -74,7 +73,6 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
     }
 }
 
-/// Stops everything that was started.
 async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
     let (arbiter, device) = control_loop.into_parts();
     device.watchdog.stand_down();

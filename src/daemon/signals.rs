@@ -16,7 +16,6 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    /// Installs the handler.
     pub(super) fn install() -> io::Result<Self> {
         Ok(Self {
             hangup: signal(SignalKind::hangup())?,

@@ -30,7 +30,6 @@ pub(super) struct Status {
     names: RwLock<Names>,
 }
 
-/// Names for clients.
 struct Names {
     /// Name of the LLM; empty without one.
     llm: String,
@@ -39,7 +38,6 @@ struct Names {
 }
 
 impl Status {
-    /// Creates the state shown over HTTP.
     pub(super) fn new(
         control: &Arc<ControlHandle>,
         metrics: &Arc<Metrics>,

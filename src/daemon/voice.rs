@@ -86,7 +86,6 @@ pub(super) struct Voice {
     tracer: Tracer,
 }
 
-/// Pending work of a worker.
 struct Queue {
     act: &'static str,
     control: Arc<ControlHandle>,
@@ -164,7 +163,6 @@ impl Drop for Queued {
 }
 
 impl Voice {
-    /// Creates the speech workers of a configuration.
     pub(super) fn new(
         control: Arc<ControlHandle>,
         asr: Option<Speaker>,
@@ -245,7 +243,6 @@ impl Voice {
     }
 }
 
-/// Availability of a worker.
 enum Look {
     /// Available at this endpoint.
     Go(Endpoint),
@@ -355,7 +352,6 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     }
 }
 
-/// Estimates the spoken duration of a text.
 fn spoken(text: &str) -> Duration {
     SPOKEN_CHARACTER.saturating_mul(u32::try_from(text.chars().count().max(1)).unwrap_or(u32::MAX))
 }
@@ -430,7 +426,6 @@ impl SpeechBackend for Voice {
 }
 
 impl Voice {
-    /// Returns the span of a worker's work.
     fn span(
         &self,
         what: &str,
@@ -616,7 +611,6 @@ struct Speaking {
     voice: Option<String>,
     speaker: Option<String>,
     speed: f64,
-    /// Remaining sentences.
     texts: VecDeque<String>,
     queue: Arc<Queue>,
     /// Sentence in the worker's queue, and the time spent waiting for it.

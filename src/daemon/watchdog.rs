@@ -67,7 +67,6 @@ impl Watchdog {
         Ok(())
     }
 
-    /// Returns whether it has no plan yet.
     pub(super) fn is_unarmed(&self) -> bool {
         self.shared.floor().is_none()
     }
@@ -142,7 +141,6 @@ impl Shared {
     }
 }
 
-/// Result of a look at the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reaction {
     None,
@@ -154,7 +152,6 @@ enum Reaction {
     End,
 }
 
-/// State of the detector.
 #[derive(Debug, Default)]
 struct Stall {
     noticed: bool,

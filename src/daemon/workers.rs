@@ -38,7 +38,6 @@ const REPORT_LIMIT: usize = 256;
 /// Bound of the queue of starts and stops of one worker; more than a few only if it does not end.
 const ORDERS_LIMIT: usize = 16;
 
-/// All workers, by name.
 pub(super) struct Workers {
     handles: BTreeMap<String, WorkerHandle>,
     orders: BTreeMap<String, mpsc::Sender<Order>>,
@@ -63,7 +62,6 @@ pub(super) struct Speaker {
 #[derive(Clone, Debug)]
 pub(super) struct Way {
     pub(super) protocol: WorkerProtocol,
-    /// Model name sent to it.
     pub(super) model: String,
     /// Time for which a request waits for it to start.
     pub(super) wake_timeout: Duration,
@@ -71,7 +69,6 @@ pub(super) struct Way {
     pub(super) answer_timeout: Duration,
 }
 
-/// Work performed in order.
 enum Order {
     Start { variant: Option<String> },
     Stop { reason: String },
@@ -133,12 +130,10 @@ impl Workers {
         workers
     }
 
-    /// Returns the handles of all workers.
     pub(super) fn handles(&self) -> BTreeMap<String, WorkerHandle> {
         self.handles.clone()
     }
 
-    /// Returns the specifications of all workers.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
         self.handles
             .values()
@@ -151,7 +146,6 @@ impl Workers {
         &self.place
     }
 
-    /// Returns their control groups.
     pub(super) const fn groups(&self) -> &Groups {
         &self.groups
     }
@@ -200,7 +194,6 @@ impl Workers {
         })
     }
 
-    /// Notifies a worker that memory is short.
     pub(super) fn tell_memory_is_short(&self, name: &str) {
         if let Some(handle) = self.handles.get(name) {
             let notified = handle.tell_memory_is_short();
@@ -212,7 +205,6 @@ impl Workers {
         }
     }
 
-    /// Notifies all workers that memory is short.
     pub(super) fn tell_all_memory_is_short(&self) {
         for name in self.handles.keys() {
             self.tell_memory_is_short(name);
@@ -434,7 +426,6 @@ fn end_of(exit: &ExitReport) -> &'static str {
     }
 }
 
-/// Returns the lease of a worker at its death.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
     let lease = state
         .leases

@@ -205,7 +205,6 @@ impl Journal {
 }
 
 impl Drop for Journal {
-    /// Writes the queued lines.
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take()
@@ -387,7 +386,6 @@ impl Rotating {
     }
 }
 
-/// Returns the name of a rotated file.
 fn aside(path: &Path, number: u32) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{number}"));

@@ -106,7 +106,6 @@ impl Cgroup {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mount {
     version: CgroupVersion,
-    /// Mount point.
     point: PathBuf,
     /// Group visible at the mount point.
     shows: String,
@@ -552,7 +551,6 @@ mod tests {
         assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/a".to_owned())));
     }
 
-    /// Returns the tightest limit, and the path of its group.
     fn limit(root: &ProbeRoot) -> Option<(Bytes, String)> {
         let mut watch = GroupWatch::open(root);
         let room = watch.read()?;

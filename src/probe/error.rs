@@ -52,7 +52,6 @@ pub struct ParseError {
     pub(super) what: &'static str,
     /// Line, from 1; `None` if a whole line is missing.
     pub(super) line: Option<usize>,
-    /// The fault.
     pub(super) message: String,
 }
 

@@ -378,7 +378,6 @@ fn text(source: &mut Option<Source>) -> Option<&[u8]> {
     source.as_mut()?.read().ok()
 }
 
-/// Reads a file with one number.
 fn pages(source: &mut Option<Source>) -> Option<u64> {
     number(text(source)?.trim_ascii())
 }

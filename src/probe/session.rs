@@ -41,7 +41,6 @@ pub(super) struct SessionReader {
     page: u64,
 }
 
-/// Process in the list.
 #[derive(Clone, Copy, Debug)]
 struct Found {
     pid: u32,
@@ -67,7 +66,6 @@ struct Member {
 }
 
 impl SessionReader {
-    /// Opens the folder of processes.
     pub(super) fn open(root: &ProbeRoot, session: u32) -> Result<Self, ProbeError> {
         let folder = File::open(&root.proc)
             .map_err(|error| ProbeError::io("processes", &root.proc, error))?;
@@ -126,7 +124,6 @@ impl SessionReader {
         }
     }
 
-    /// Returns whether there is anything to refresh.
     pub(super) fn wants_refresh(&self, now: Instant) -> bool {
         self.members.iter().any(|member| member.is_stale(now))
     }
@@ -294,7 +291,6 @@ impl SessionReader {
         Some(Bytes::new(pages).saturating_mul(page))
     }
 
-    /// Reads a small file of a process.
     fn file(&mut self, pid: u32, name: &str) -> io::Result<&[u8]> {
         self.path.clear();
         let folder = self.root.proc.display();

@@ -30,7 +30,6 @@ impl Source {
         Self::open(path).ok()
     }
 
-    /// Returns its present text.
     pub(super) fn read(&mut self) -> io::Result<&[u8]> {
         let mut length = 0;
         loop {
@@ -71,7 +70,6 @@ pub(super) fn read_optional(path: &Path) -> Option<Vec<u8>> {
     read_bytes(path).ok()
 }
 
-/// Reads a file of one number.
 pub(super) fn read_number(path: &Path) -> Option<u64> {
     number(read_optional(path)?.trim_ascii())
 }

@@ -26,7 +26,6 @@ use cotenant_units::fnv1a;
 /// Record of how a worker was started, kept in its environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LaunchRecord {
-    /// Name of the worker.
     pub(super) worker: String,
     /// Place of its supervisors; see [`Successor`](super::spec::Successor).
     pub(super) place: String,
@@ -36,7 +35,6 @@ pub(super) struct LaunchRecord {
     pub(super) endpoint: Option<String>,
     /// Variant in which it was started.
     pub(super) variant: Option<String>,
-    /// Folder of its control group.
     pub(super) group: Option<PathBuf>,
 }
 
@@ -91,7 +89,6 @@ impl Survivor {
             .is_some_and(|now| now.start_ticks == self.started && !now.is_dead())
     }
 
-    /// Returns its approximate start time.
     pub(super) fn started_at(&self, proc: &Path) -> Instant {
         let now = Instant::now();
         let up = fs::read_to_string(proc.join("uptime")).unwrap_or_default();
@@ -230,7 +227,6 @@ const VISIBLE_TICKS: u64 = 5 * TICKS;
 /// Longest wait of [`all_visible`]; the kernel needs microseconds, unless it waits for pages.
 const VISIBLE_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Polling interval.
 const VISIBLE_LOOK_EVERY: Duration = Duration::from_millis(1);
 
 #[cfg(test)]

@@ -13,7 +13,6 @@ use super::{
 };
 use cotenant_speech::client::Endpoint;
 
-/// Command line ready to run.
 #[derive(Debug)]
 pub(super) struct Launch {
     pub(super) command: Command,
@@ -166,7 +165,6 @@ fn named(variable: &str) -> Option<String> {
     env::var(variable.strip_prefix("ENV:")?).ok()
 }
 
-/// Returns the value of a variable in one start.
 fn value_of(
     spec: &WorkerSpec,
     variant: Option<&str>,

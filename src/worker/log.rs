@@ -25,12 +25,10 @@ pub(super) struct LogTail {
 /// Line of output, with control characters escaped for terminals.
 #[derive(Clone, Debug)]
 pub(super) struct LogLine {
-    /// Time of reading.
     pub(super) at: Instant,
     pub(super) text: String,
 }
 
-/// Pattern to search for in lines.
 #[derive(Clone, Debug)]
 pub(super) enum Needle {
     Text(String),
@@ -53,7 +51,6 @@ impl Needle {
     }
 }
 
-/// Kind of output stream.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stream {
     Stdout,
@@ -146,7 +143,6 @@ impl LogTail {
     }
 }
 
-/// Item of one stream.
 enum Output {
     /// A line, and whether it goes to our log.
     Line { text: String, is_shown: bool },
@@ -312,7 +308,6 @@ const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// Length to which lines are truncated: a Python traceback line or a TensorRT message fits.
 const LINE_BYTES_MAX: usize = 1024;
 
-/// Bytes per read.
 const BUFFER_BYTES: usize = 16 << 10;
 
 /// Lines of one stream shown in our log per [`WINDOW`]. Our choice: a traceback, or the start of a model server that

@@ -21,7 +21,6 @@ pub(super) struct SupervisorMark {
 }
 
 impl SupervisorMark {
-    /// Returns the mark of this process.
     pub(super) fn own(proc: &Path) -> io::Result<Self> {
         let pid = std::process::id();
         let own = ProcessStat::read(proc, pid)

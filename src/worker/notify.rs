@@ -29,7 +29,6 @@ pub(super) struct Notifications {
     proc: PathBuf,
 }
 
-/// Notification from a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Notification {
     pub(super) ready: bool,

@@ -107,7 +107,6 @@ fn claim(port: u16) -> bool {
     locked(&CLAIMED).insert(port)
 }
 
-/// Ports claimed by workers of this program.
 static CLAIMED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
 
 /// Far more than the number of workers.

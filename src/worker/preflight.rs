@@ -387,7 +387,6 @@ const LLAMA_CACHE: Bytes = Bytes::from_mib(8192);
 /// Time limit for the dynamic linker, which is slow on a cold SD card.
 const LINKER_TIME: Duration = Duration::from_secs(5);
 
-/// Polling interval.
 const LINKER_PAUSE: Duration = Duration::from_millis(2);
 
 #[cfg(test)]

@@ -40,16 +40,11 @@ pub(super) struct Process {
     child: bool,
 }
 
-/// Child just started.
 #[derive(Debug)]
 pub(super) struct Spawned {
-    /// The child.
     pub(super) process: Process,
-    /// Reading end of its stdout.
     pub(super) stdout: OwnedFd,
-    /// Reading end of its stderr.
     pub(super) stderr: OwnedFd,
-    /// Its control group, if any.
     pub(super) group: Option<WorkerGroup>,
 }
 
@@ -117,7 +112,6 @@ impl Process {
         self.pid.unsigned_abs()
     }
 
-    /// Duplicates its pidfd.
     pub(super) fn descriptor(&self) -> Option<OwnedFd> {
         self.pidfd.get_ref().try_clone().ok()
     }
@@ -138,7 +132,6 @@ impl Process {
         }
     }
 
-    /// Returns whether it has ended.
     pub(super) fn has_ended(&self) -> bool {
         if !self.child {
             return is_over(self.pidfd.get_ref());

@@ -62,7 +62,6 @@ impl Shared {
         locked(&self.next_spec)
     }
 
-    /// Applies the changed specification.
     pub(super) fn renew(&self) {
         if let Some(next) = self.next_spec().take() {
             *locked(&self.spec) = next;
@@ -108,7 +107,6 @@ impl Default for Status {
     }
 }
 
-/// Requests to the task.
 #[derive(Debug)]
 pub(super) enum Command {
     Adopt {

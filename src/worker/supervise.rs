@@ -101,7 +101,6 @@ impl Supervisor {
         self.attend(child).await;
     }
 
-    /// Starts the process.
     async fn launch(&mut self, variant: Option<String>) -> Result<Child, StartError> {
         let spec = self.shared.spec();
         let worker = || spec.name.clone();
@@ -255,7 +254,6 @@ impl Supervisor {
         Ok(confine)
     }
 
-    /// Returns the certificate of a failed start.
     fn not_started(&self, error: &StartError) -> DeathCertificate {
         let spec = self.shared.spec();
         let (program, source) = match error {
@@ -315,7 +313,6 @@ impl Supervisor {
         .await
     }
 
-    /// Takes over a process.
     fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
         let proc = &self.shared.roots.proc;
         let failed = |source| StartError::Adopt {
@@ -652,7 +649,6 @@ fn refused_by_the_kernel(error: &StartError) -> Option<&io::Error> {
     None
 }
 
-/// Process with its resources.
 struct Child {
     process: Process,
     stdout: LogTail,
@@ -666,7 +662,6 @@ struct Child {
     mark: SupervisorMark,
     /// Name of the worker and number of this launch, as in the environment of the process.
     label: String,
-    /// Receiver of its readiness.
     notifications: Option<Notifications>,
     /// Its control group; removed when its last process has ended.
     group: Option<WorkerGroup>,
@@ -778,7 +773,6 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     }
 }
 
-/// End of a process in progress.
 struct Ending {
     intent: Intent,
     why: String,
@@ -822,7 +816,6 @@ const OURS: [&str; 17] = [
     "WATCHDOG_USEC",
 ];
 
-/// Limit on the length of an HTTP status line.
 const STATUS_LINE_BYTES_MAX: u64 = 1024;
 
 /// Time limit of one HTTP attempt; Wyoming attempts have the client's own timeouts.

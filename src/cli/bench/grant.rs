@@ -228,7 +228,6 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Runs all rounds with one daemon.
 async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, String> {
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);

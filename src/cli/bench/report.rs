@@ -24,7 +24,6 @@ pub struct Report {
     notes: Vec<String>,
 }
 
-/// One figure.
 #[derive(Debug, Serialize)]
 struct Figure {
     what: String,

@@ -2,7 +2,6 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-/// Reason why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HttpError {
     /// There was no answer.
@@ -42,7 +41,6 @@ pub(super) struct Http {
     model: &'static str,
 }
 
-/// Time limit of one request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Separator of the parts of an upload; occurs in none of them.

@@ -184,7 +184,6 @@ const DECISIONS: [&str; 6] = [
     "worker_exited",
 ];
 
-/// One spoken question and its answer.
 struct RoundTrip {
     asked: Vec<u8>,
     heard: String,
@@ -224,7 +223,6 @@ fn same_words(heard: &str, said: &str) -> bool {
     words(heard) == words(said)
 }
 
-/// Returns whether the engine and all workers are ready.
 pub(super) fn ready(status: &GetStatusResponse) -> bool {
     let engine = status.engine.as_ref();
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
@@ -284,7 +282,6 @@ fn free_port() -> std::io::Result<SocketAddr> {
     TcpListener::bind(("127.0.0.1", 0))?.local_addr()
 }
 
-/// Returns a request to switch ASR to this variant.
 fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     ResizeWorkerRequest {
         name: "asr".to_owned(),

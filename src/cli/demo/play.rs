@@ -17,9 +17,7 @@ pub(super) struct Scenario {
     reserve: Bytes,
     /// Memory taken by the neighbour without a lease: more than the KV cache can release, so that layers are shed too.
     pub(super) neighbour: Bytes,
-    /// The LLM's name for clients.
     pub(super) model: &'static str,
-    /// The question, spoken repeatedly.
     pub(super) question: &'static str,
     /// Request that keeps the LLM generating: prompt and token limit.
     pub(super) story: &'static str,
@@ -112,7 +110,6 @@ impl Scenario {
         Process::ballast(self.neighbour, NEIGHBOUR_RATE)
     }
 
-    /// Returns the daemon's configuration.
     pub(super) fn configuration(&self, folder: &Path, http: SocketAddr) -> String {
         let model = match &self.published {
             Some(models) => models.join("SmolLM2-135M-Instruct.Q4_1.gguf"),

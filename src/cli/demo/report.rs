@@ -21,7 +21,6 @@ use cotenant_speech::audio::{MonoAudio, parse_wav};
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Timestamp};
 
-/// Check of one promise.
 #[derive(Clone, Debug)]
 pub(super) struct Check {
     promise: &'static str,
@@ -40,7 +39,6 @@ impl Check {
     }
 }
 
-/// Contents of the report.
 #[derive(Debug)]
 pub(super) struct Report {
     total: Bytes,
@@ -58,7 +56,6 @@ impl Report {
         }
     }
 
-    /// Adds a check.
     pub(super) fn check(&mut self, check: Check) {
         self.checks.push(check);
     }
@@ -72,7 +69,6 @@ impl Report {
         });
     }
 
-    /// Returns whether every promise was kept.
     pub(super) fn passed(&self) -> bool {
         self.checks.iter().all(|check| check.kept)
     }
@@ -280,7 +276,6 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
     )
 }
 
-/// Checks that leases never exceeded the budget.
 pub(super) fn within_budget(looks: &[Look]) -> Check {
     let most = looks.iter().map(|look| look.held).max().unwrap_or_default();
     let budget = looks.last().map(|look| look.budget).unwrap_or_default();
@@ -329,7 +324,6 @@ pub(super) fn no_kills(
     )
 }
 
-/// Checks that the daemon still runs.
 pub(super) fn daemon_lives(lives: bool) -> Check {
     Check::new(
         "the daemon lived through it",

@@ -47,7 +47,6 @@ pub struct Line {
     pub body: serde_json::Value,
 }
 
-/// All observations so far.
 #[derive(Debug, Default)]
 struct Seen {
     looks: Vec<Look>,

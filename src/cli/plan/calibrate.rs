@@ -273,7 +273,6 @@ impl Drop for Kept<'_> {
     }
 }
 
-/// Measures, stores and prints the coefficients.
 pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError> {
     let cannot = |act: &str| format!("cannot {act} `{}`", args.model.display());
     let threads = args.threads.map_or_else(threads_here, usize::from);

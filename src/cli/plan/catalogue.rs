@@ -104,7 +104,6 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
     }
 }
 
-/// Parses the name of a weight type.
 pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
     TypeMix::named(&text.to_ascii_lowercase()).ok_or_else(|| {
         "not a type of weights; known are q4_k_m, iq4_xs, iq4_nl, mxfp4, q4_0, q5_k, q6_k, q8_0, f16 \

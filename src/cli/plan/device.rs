@@ -81,7 +81,6 @@ impl Rates {
     }
 }
 
-/// Known board.
 struct Board {
     name: &'static str,
     memory_mib: u64,
@@ -131,7 +130,6 @@ const BOARDS: [Board; 5] = [
     },
 ];
 
-/// Contents of a device file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceFile {
@@ -154,7 +152,6 @@ const fn unmeasured() -> u64 {
 }
 
 impl Device {
-    /// Returns the known boards.
     pub(crate) fn boards() -> impl Iterator<Item = Self> {
         BOARDS.iter().map(|board| Self {
             name: board.name.to_owned(),
@@ -317,7 +314,6 @@ const OTHER_PERCENT: u64 = 25;
 const ERROR_LEAST: u64 = 10;
 /// Beyond it, an interval has no lower end.
 const ERROR_MAX: u64 = 99;
-/// Limit on the size of a device file.
 const DEVICE_FILE_MAX: u64 = 64 << 10;
 /// Below this, no budget remains.
 const MEMORY_MIN: Bytes = Bytes::from_mib(192);

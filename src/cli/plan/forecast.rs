@@ -16,7 +16,6 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// The planned stack.
 pub(crate) struct Stack {
     /// The settings.
     pub params: Params,
@@ -41,7 +40,6 @@ impl Stack {
         self.params.engine.clone().unwrap_or_default()
     }
 
-    /// Returns the sum of the workers' peaks.
     pub(crate) fn worker_peaks(&self) -> Bytes {
         let peaks = self.params.workers.iter().map(|worker| {
             let learned = &self.params.peaks;
@@ -96,7 +94,6 @@ pub(crate) struct Pieces {
     pub kv_type: KvType,
 }
 
-/// Forecast of one mode.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct ModeForecast {
@@ -132,7 +129,6 @@ impl Verdict {
 }
 
 impl Forecast {
-    /// Computes the forecast.
     pub(crate) fn new(
         device: &Device,
         stack: &Stack,

@@ -39,7 +39,6 @@ pub(crate) struct Rehearsal {
     pub(crate) shortages: Vec<Shortage>,
 }
 
-/// The start of one holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Start {
     pub(crate) holder: String,
@@ -50,7 +49,6 @@ pub(crate) struct Start {
 /// Shortage and its cost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shortage {
-    /// Pressure level reached.
     pub(crate) level: PressureLevel,
     /// Memory taken by other programs.
     pub(crate) taken_by_others: Bytes,
@@ -58,7 +56,6 @@ pub(crate) struct Shortage {
     pub(crate) reclaimed: Vec<Reclaimed>,
 }
 
-/// One reclaim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reclaimed {
     /// Holder and means.
@@ -124,7 +121,6 @@ struct Stage {
     params: Params,
     shape: Option<ModelShape>,
     now: Timestamp,
-    /// Memory of each holder.
     used: BTreeMap<String, Bytes>,
     /// Workers that have completed their start.
     settled: BTreeSet<String>,
@@ -161,7 +157,6 @@ impl Stage {
         })
     }
 
-    /// Advances the time.
     fn run(&mut self, time: Duration) {
         let end = self.now + time;
         while self.now < end {
@@ -361,7 +356,6 @@ impl Stage {
 const START_TIME: Duration = Duration::from_secs(135);
 /// Longer than the grace of Elevated, shorter than the dwell.
 const SHORTAGE_TIME: Duration = Duration::from_secs(15);
-/// Sampling interval.
 const TICK: Duration = Duration::from_secs(1);
 /// Our choice: reading a plan of several GiB takes longer, releasing memory less.
 const APPLYING: Duration = Duration::from_millis(20);

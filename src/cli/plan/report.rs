@@ -14,7 +14,6 @@ use cotenant_engine::{protocol::Inspected, tensor_group::TensorGroup};
 use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Tokens};
 
-/// Prints the plan for people.
 pub(super) fn print(
     device: &Device,
     stack: &Stack,
@@ -178,7 +177,6 @@ pub(super) fn print(
     text
 }
 
-/// Returns the plan for programs.
 pub(super) fn json(
     device: &Device,
     stack: &Stack,

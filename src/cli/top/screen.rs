@@ -18,7 +18,6 @@ use cotenant_rpc::{
 };
 use cotenant_units::Bytes;
 
-/// Displayed data.
 #[derive(Debug)]
 pub(super) struct Screen {
     /// The last status.
@@ -50,7 +49,6 @@ impl Palette {
     }
 }
 
-/// Part of a bar.
 struct Part {
     name: String,
     amount: u64,

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, VecDeque};
 use cotenant_http::backend::{ChatMessage, Role};
 use cotenant_units::Bytes;
 
-/// Remembered conversations.
 #[derive(Debug)]
 pub(super) struct Conversations {
     limit: usize,

@@ -36,9 +36,7 @@ pub(super) struct InfoCache {
 /// Workers and LLM offered by the API.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Parts {
-    /// Name of the recogniser.
     pub(super) asr: Option<String>,
-    /// Name of the voice.
     pub(super) tts: Option<String>,
     pub(super) llm: Option<String>,
     /// Declared languages of the LLM, and of a worker that was never asked.

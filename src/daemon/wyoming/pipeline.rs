@@ -52,7 +52,6 @@ use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Tokens;
 use cotenant_units::lock::locked;
 
-/// Requested stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {
     pub(super) from: FirstStage,
@@ -105,7 +104,6 @@ impl Pipeline {
     }
 }
 
-/// Input of a pipeline.
 pub(super) enum Input {
     /// An utterance.
     Audio {
@@ -135,7 +133,6 @@ pub(super) enum Input {
     },
 }
 
-/// Requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct VoiceChoice {
     /// Name of the voice; `None` for the worker's default.
@@ -144,7 +141,6 @@ pub(super) struct VoiceChoice {
     pub(super) speaker: Option<String>,
 }
 
-/// One run of a pipeline.
 pub(super) struct Run {
     api: Api,
     reply: Reply,
@@ -181,7 +177,6 @@ impl From<cotenant_speech::wyoming::FrameError> for Failure {
     }
 }
 
-/// Answer so far.
 #[derive(Default)]
 struct Answer {
     text: String,
@@ -190,7 +185,6 @@ struct Answer {
     first_after: Option<Duration>,
 }
 
-/// Speech so far.
 #[derive(Default)]
 struct Spoken {
     format: Option<AudioFormat>,
@@ -319,7 +313,6 @@ impl Run {
         self.reply_to(heard.text, Map::new(), last).await
     }
 
-    /// Sends a piece of the transcript.
     async fn pass_on(&self, text: String, begun: &AtomicBool) -> Result<(), Failure> {
         if !begun.swap(true, Ordering::Relaxed) {
             let start = Event::TranscriptStart(TranscriptStart::default());

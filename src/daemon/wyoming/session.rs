@@ -34,7 +34,6 @@ use cotenant_speech::{
 };
 use cotenant_units::lock::locked;
 
-/// State of a connection.
 pub(crate) struct Connection {
     api: Api,
     language: Option<String>,
@@ -58,7 +57,6 @@ struct Early {
     unwanted: BoxFuture<'static, ()>,
 }
 
-/// Text in pieces.
 struct Text {
     pieces: mpsc::Sender<String>,
     bytes: usize,
@@ -91,7 +89,6 @@ impl Job {
 }
 
 impl Connection {
-    /// Creates a connection.
     pub(super) const fn new(api: Api) -> Self {
         Self {
             api,

@@ -19,9 +19,7 @@ use cotenant_speech::{voice_activity::EarlyPause, wyoming::Info};
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_worker::handle::WorkerHandle;
 
-/// Backends of the API.
 pub(crate) struct Backends {
-    /// Recogniser and voice.
     pub(crate) speech: Option<Arc<dyn SpeechBackend>>,
     /// The LLM and its name.
     pub(crate) chat: Option<(Arc<dyn ChatBackend>, String)>,
@@ -29,7 +27,6 @@ pub(crate) struct Backends {
     pub(crate) asr: Option<WorkerHandle>,
     /// Voice, asked for its description.
     pub(crate) tts: Option<WorkerHandle>,
-    /// Request counters.
     pub(crate) metrics: Arc<Metrics>,
     /// Starts the spans of turns.
     pub(crate) tracer: Tracer,
@@ -99,7 +96,6 @@ impl Api {
 pub(super) struct Asked(watch::Receiver<Option<Instant>>);
 
 impl Asked {
-    /// Asked now.
     pub(super) fn now() -> Self {
         Self(watch::channel(Some(Instant::now())).1)
     }

@@ -100,7 +100,6 @@ const fn classes() -> [Class; CLASSES] {
     classes
 }
 
-/// The whole region: its start and length.
 pub(super) fn region() -> (*const u8, usize) {
     (REGION.0.get().cast(), TOTAL)
 }

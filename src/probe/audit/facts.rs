@@ -113,7 +113,6 @@ pub(super) struct Process {
     resident: Bytes,
 }
 
-/// A rule and its name.
 pub(super) type Rule = (&'static str, fn(&Facts<'_>) -> Option<Found>);
 
 /// Finding without the name of its rule.
@@ -272,7 +271,6 @@ fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     found
 }
 
-/// Returns whether a rule uses the version of this package.
 fn asks_for(package: &str) -> bool {
     matches!(package, "nvidia-l4t-core" | "nvidia-jetpack")
         || ["cuda-cudart-", "libnvinfer", "libcudnn"]
@@ -280,7 +278,6 @@ fn asks_for(package: &str) -> bool {
             .any(|name| package.starts_with(name))
 }
 
-/// The unit of the supervisor.
 const UNIT: &str = "cotenant.service";
 /// Our choice: a board runs a few hundred processes.
 const ENTRIES_MAX: usize = 20_000;

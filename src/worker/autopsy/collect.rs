@@ -198,7 +198,6 @@ fn names_are_global(proc: &Path) -> bool {
         .is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
 }
 
-/// Reads the visible counters of a group.
 fn group_counters(path: String, group: Option<&Cgroup>) -> GroupCounters {
     let memory = group.map(Cgroup::memory).unwrap_or_default();
     GroupCounters {
@@ -362,7 +361,6 @@ const LOG_TIME: Duration = Duration::from_millis(50);
 /// Retries of reading the log when a counter has risen without a line.
 const LOG_LOOKS: u32 = 10;
 
-/// Pause between retries.
 const LOG_PAUSE: Duration = Duration::from_millis(1);
 
 /// Programs that kill others when memory is short.

@@ -54,7 +54,6 @@ impl Ruling {
     }
 }
 
-/// Classifies the death of a process.
 pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
@@ -821,7 +820,6 @@ const LARGEST_FIRST: &str =
 /// Length of a worker's last words in its sentence; the log has them in full.
 const LAST_WORDS_MAX: usize = 160;
 
-/// Number of output lines quoted as evidence.
 const QUOTES_SHOWN: usize = 4;
 
 /// The kernel samples processor time per tick, and it is read in whole clock ticks.

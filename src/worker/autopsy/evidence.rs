@@ -16,7 +16,6 @@ pub(super) struct Evidence {
     pub(super) found: Gathered,
     /// `MemAvailable` at its last measurement alive, or at its start.
     pub(super) available: Option<Bytes>,
-    /// Its last lines.
     pub(super) lines: Vec<String>,
     /// Number of last lines written within [`RECENT`] of its end.
     pub(super) recent: usize,
@@ -24,7 +23,6 @@ pub(super) struct Evidence {
     pub(super) was_ready: bool,
 }
 
-/// Evidence gathered at the end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathered {
     /// Name as known to the kernel, at most 15 characters; empty if not read in time.
@@ -51,7 +49,6 @@ pub(super) struct Gathered {
     pub(super) l4t_fault: Option<&'static str>,
 }
 
-/// Our request to end the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) intent: Intent,
@@ -70,7 +67,6 @@ pub(super) struct Counters {
     pub(super) group: Option<GroupCounters>,
 }
 
-/// Counters of a control group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct GroupCounters {
     /// Its path below the mount.
@@ -79,7 +75,6 @@ pub(super) struct GroupCounters {
     pub(super) kills: Option<u64>,
     /// Number of times that it reached its limit.
     pub(super) hits: Option<u64>,
-    /// Its limit, if any.
     pub(super) limit: Option<Bytes>,
 }
 

@@ -193,7 +193,6 @@ fn read_head(path: &Path) -> Option<Vec<u8>> {
 /// Part of the name of every dynamic linker of Linux: `ld-linux-aarch64.so.1`, `ld-musl-x86_64.so.1`.
 const LINKER: &[u8] = b"/ld-";
 
-/// Bytes of a program that are examined.
 const HEAD_BYTES: u64 = 4096;
 
 #[cfg(test)]

@@ -19,11 +19,9 @@ pub(super) struct KernelRecord {
     /// Its name, at most 15 characters.
     pub(super) comm: String,
     pub(super) kind: RecordKind,
-    /// Text as written by the kernel.
     pub(super) text: String,
 }
 
-/// Subject of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RecordKind {
     /// Killed because memory of the machine or of a control group was exhausted.
@@ -243,7 +241,6 @@ fn parse_fault(text: &str) -> Option<(u32, &str, RecordKind)> {
     Some((pid.parse().ok()?, comm, RecordKind::Fault))
 }
 
-/// Number of levels per facility.
 const LEVELS: u64 = 8;
 
 /// Longest record of `/dev/kmsg` (`CONSOLE_EXT_LOG_MAX` of the kernel).

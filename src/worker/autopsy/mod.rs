@@ -69,7 +69,6 @@ pub(super) struct Case {
     pub(super) exited_at: Instant,
 }
 
-/// Writes the certificate of one end.
 pub(super) async fn certify(case: Case) -> DeathCertificate {
     let Case {
         pid,
@@ -279,7 +278,6 @@ pub(super) const LINES_MAX: Duration = Duration::from_millis(50);
 /// Measurements kept: half a minute at the daemon's interval.
 const HISTORY: usize = 32;
 
-/// Output lines in a certificate.
 const LAST_LINES: usize = 20;
 
 /// Runtime below which an exit with a shell's code (2 syntax, 126 not executable, 127 not found) may mean that the file

@@ -32,7 +32,6 @@ fn of_line(line: &str) -> Option<String> {
     })
 }
 
-/// Words of lines about progress.
 const WORDS: [&str; 8] = [
     "load",
     "weight",
@@ -44,7 +43,6 @@ const WORDS: [&str; 8] = [
     "progress",
 ];
 
-/// Number of last lines examined.
 const LINES_MAX: usize = 50;
 
 #[cfg(test)]

@@ -5,7 +5,6 @@
 //! like a transcript, is quoted but decides nothing: a class requires the final message of a runtime in that runtime's
 //! format ([`Quote::is_final`]).
 
-/// Meaning of a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// An allocation was refused.
@@ -33,7 +32,6 @@ pub(super) enum Allocator {
     NvMap,
 }
 
-/// A line with its meaning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Quote {
     pub(super) said: Said,
@@ -317,7 +315,6 @@ const UNFIT_LIBRARY: [&str; 7] = [
     "cannot enable executable stack",
 ];
 
-/// Messages about locking memory.
 const LOCK: [&str; 4] = [
     "failed to mlock",
     "mlock failed",
@@ -352,7 +349,6 @@ const LINES_MAX: usize = 30;
 /// llama.cpp adds three).
 const LINES_AFTER_MAX: usize = 6;
 
-/// Length of a quoted line in characters.
 const QUOTE_MAX: usize = 240;
 
 #[cfg(test)]

@@ -103,12 +103,10 @@ pub(crate) struct WorkerGroup {
 }
 
 impl WorkerGroup {
-    /// Returns its folder.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Lists the processes in it.
     pub(crate) fn members(&self) -> Vec<u32> {
         members(&self.folder)
     }
@@ -335,7 +333,6 @@ const GROUP: &str = "control group";
 /// Prefix of a worker's group name, before the id of its supervisor.
 const PREFIX: &str = "cotenant-worker-";
 
-/// Number of groups created so far.
 static STARTS: AtomicU64 = AtomicU64::new(0);
 
 /// Leaf group of the supervisor in version 2.

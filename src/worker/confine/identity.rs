@@ -214,7 +214,6 @@ const fn number_of(resource: Resource) -> libc::__rlimit_resource_t {
     }
 }
 
-/// Returns whether this process has an effective capability.
 fn has_capability(bit: u32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     status

@@ -68,7 +68,6 @@ pub fn survey(
 }
 
 impl Prepared {
-    /// Prepares all parts of a confinement.
     pub(super) fn new(
         confinement: &Confinement,
         groups: &Groups,
@@ -147,7 +146,6 @@ impl Prepared {
         Ok(())
     }
 
-    /// Returns its group, if it has one.
     pub(super) const fn group(&self) -> Option<&WorkerGroup> {
         self.group.as_ref()
     }

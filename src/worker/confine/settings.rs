@@ -29,7 +29,6 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) working_dir: Option<&'a Path>,
     /// Folder in which it creates its socket.
     pub(crate) socket_dir: Option<&'a Path>,
-    /// Pressure file watched by it.
     pub(crate) watched: Option<&'a Path>,
 }
 

@@ -176,7 +176,6 @@ impl Service for Recogniser {
     }
 }
 
-/// State of one connection.
 struct Hearing {
     engine: EngineThread<Job>,
     room: Arc<Semaphore>,
@@ -406,7 +405,6 @@ fn busy() -> Refusal {
     Refusal::new(BUSY, "too many requests wait for the recogniser")
 }
 
-/// Jobs of the engine's thread.
 enum Job {
     Hear {
         samples: Vec<i16>,

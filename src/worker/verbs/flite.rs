@@ -19,7 +19,6 @@ pub(super) struct Flite {
 unsafe impl Send for Flite {}
 
 impl Flite {
-    /// Loads the library and its voice.
     pub(super) fn load() -> Result<Self, FliteError> {
         let open = |name| Library::open(name, REMEDY);
         // The voice needs the language and the lexicon, but some builds declare neither as a dependency.
@@ -46,7 +45,6 @@ impl Flite {
         Ok(Self { functions, voice })
     }
 
-    /// Synthesises a text.
     pub(super) fn speak(&mut self, text: &str) -> Result<MonoAudio, FliteError> {
         // A NUL inside would end the text for C.
         let c_text = CString::new(text.replace('\0', " ")).map_err(|_| FliteError::Silent)?;

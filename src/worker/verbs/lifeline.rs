@@ -89,7 +89,6 @@ const TERM_VARIABLE: &str = "COTENANT_ALONE_MS";
 /// Default term of a lease.
 const TERM: Duration = Duration::from_secs(30);
 
-/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -18,7 +18,6 @@ pub(super) struct Pocketsphinx {
     functions: Functions,
 }
 
-/// Vocabulary of a decoder.
 #[derive(Clone, Debug)]
 pub(super) enum Search {
     /// Sentences of a JSGF grammar, given as text.
@@ -28,7 +27,6 @@ pub(super) enum Search {
 }
 
 impl Pocketsphinx {
-    /// Opens the library.
     pub(super) fn load() -> Result<Self, LibraryError> {
         let base = Library::open("libsphinxbase.so.3", REMEDY)?;
         let sphinx = Library::open("libpocketsphinx.so.3", REMEDY)?;
@@ -55,7 +53,6 @@ impl Pocketsphinx {
         Ok(Self { functions })
     }
 
-    /// Loads a model.
     pub(super) fn decoder(
         self,
         model: &ModelFiles,
@@ -178,7 +175,6 @@ impl Drop for Decoder {
     }
 }
 
-/// The files of a model.
 #[derive(Clone, Debug)]
 pub(super) struct ModelFiles {
     /// Folder of the acoustic model.
@@ -343,7 +339,6 @@ struct Functions {
 /// Name of the grammar's search in a decoder.
 const SEARCH: &CStr = c"grammar";
 
-/// Unknown words named in an error.
 const WORDS_NAMED: usize = 5;
 
 /// Samples per call: 100 ms.

@@ -37,7 +37,6 @@ pub struct ListenArgs {
 }
 
 impl ListenArgs {
-    /// Returns the given endpoint.
     pub(super) fn endpoint(&self) -> Endpoint {
         // clap requires one of the two.
         self.uri

@@ -139,7 +139,6 @@ impl Service for Speaker {
     }
 }
 
-/// State of one connection.
 struct Speaking {
     thread: EngineThread<Job>,
     streaming: Option<Streaming>,
@@ -274,7 +273,6 @@ impl Speech {
     }
 }
 
-/// Job of the engine's thread.
 struct Job {
     sentence: String,
     reply: oneshot::Sender<Result<MonoAudio, SpeakError>>,

@@ -80,7 +80,6 @@ impl EngineSettings {
         })
     }
 
-    /// Returns the compute device.
     fn compute(&self) -> Compute {
         let choice = if self.cuda {
             DeviceChoice::Cuda
