@@ -58,7 +58,6 @@ pub(crate) struct BodiesArgs {
     pub rest: u64,
 }
 
-/// Runs the measurement.
 pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
     let model = args.model.as_deref();
@@ -368,5 +367,4 @@ const LEFT_KIB: f64 = 8.0 * 1024.0;
 /// Limit on memory of concurrent requests: JSON requests, sessions, one template, and the bodies being read.
 const MOST_KIB: f64 = 128.0 * 1024.0;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -39,14 +39,12 @@ pub(crate) struct DraftsArgs {
     pub turns: u32,
 }
 
-/// Engine with its events.
 struct Answering {
     engine: Engine,
     _events: mpsc::Receiver<EngineEvent>,
     asked: u64,
 }
 
-/// Runs the measurement.
 pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let setting = format!("{}, {} threads", args.model.display(), args.threads);
@@ -84,7 +82,6 @@ pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Asks both engines one question, alternately.
 fn compare(
     (args, name): (&DraftsArgs, &str),
     [with, without]: [&mut Answering; 2],
@@ -199,5 +196,4 @@ fn repeats() -> String {
 }
 
 const STORY: &str = "Tell me a story about a lighthouse keeper and his cat.";
-/// Tokens of an answer.
 const ANSWER: u32 = 256;

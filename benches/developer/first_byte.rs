@@ -47,16 +47,13 @@ const ROOM: Bytes = Bytes::from_mib(384);
 /// Memory that the neighbour takes beyond the watermark, so that a shed becomes necessary.
 const BEYOND: Bytes = Bytes::from_mib(64);
 
-/// Bytes between two timestamps.
 const STEP: usize = 1 << 20;
 
 /// KV of 160 MiB of the demo model, most of which can be shed.
 const KV_TOKENS: u32 = 81_920;
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs the measurement.
 pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let began = Instant::now();
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
@@ -149,7 +146,6 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Result of one round.
 struct Round {
     mib_per_s: f64,
     /// Time from the crossing to the first decrease of the daemon's resident set; `None` without a decrease.

@@ -96,7 +96,6 @@ enum Moment {
     Worker,
 }
 
-/// Observations.
 #[derive(Default)]
 struct Seen {
     gaps: Vec<Duration>,
@@ -488,14 +487,12 @@ log: {{filter: info, format: text}}
 /// Size of the third worker, which is repeatedly started and stopped.
 const THIRD: &str = "3MiB";
 
-/// The tenant's pages.
 const TENANT: Bytes = Bytes::from_mib(24);
 
 /// The tenant's constant lease: its pages, and this program's own use. Unaccounted use would eventually cause a worker
 /// to be stopped.
 const LEASE: Bytes = Bytes::from_mib(72);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Target for the longest outage.

@@ -53,7 +53,6 @@ pub(crate) struct HolderArgs {
 /// Limit on the delay of the detection after the deadline.
 const FOUND_MAX: Duration = Duration::from_millis(250);
 
-/// Budget of the daemon.
 const BUDGET: Bytes = Bytes::from_mib(256);
 
 /// Lease of a non-compliant holder.
@@ -68,10 +67,8 @@ const ASKED: Bytes = Bytes::from_mib(180);
 /// Time after the detection at which the memory must still not be granted.
 const LOOK_AFTER: Duration = Duration::from_millis(200);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs the measurement.
 pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;

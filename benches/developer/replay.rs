@@ -113,7 +113,6 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Simulated device.
 struct Day {
     journal: Journal,
     arbiter: Arbiter,
@@ -209,7 +208,6 @@ impl Day {
         }
     }
 
-    /// Completes all pending actions.
     fn settle(&mut self) {
         while let Some((revision, in_force)) = self.orders.pop_front() {
             let used = self.shape.plan_bytes(&in_force);

@@ -43,7 +43,6 @@ pub(crate) struct SoakArgs {
     pub verbose: bool,
 }
 
-/// Reading of the daemon.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     seconds: f64,
@@ -51,7 +50,6 @@ struct Look {
     kib: f64,
 }
 
-/// Runs the measurement.
 pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
     let mut stage =
@@ -219,7 +217,6 @@ async fn request(
     sent.await.map_err(|error| error.to_string())?
 }
 
-/// Returns the content type of a body.
 fn kind_of(body: &str) -> &'static str {
     if body == TRANSCRIPTION {
         "multipart/form-data; boundary=soak"
@@ -311,5 +308,4 @@ const REST: Duration = Duration::from_millis(50);
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -52,7 +52,6 @@ pub(crate) struct SpeakersArgs {
     pub answers: u32,
 }
 
-/// Runs the measurement.
 pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     let model = std::path::absolute(&args.model).map_err(|error| error.to_string())?;
     let port = free_port().map_err(|error| error.to_string())?;
@@ -309,7 +308,6 @@ async fn ask_on(
     Ok(answer.first.as_secs_f64() * 1e3)
 }
 
-/// Result of a request.
 struct Answer {
     text: String,
     prompt: u32,
@@ -419,5 +417,4 @@ const SHORT_ANSWER: u32 = 24;
 const ANSWER: u32 = 128;
 const LONG_ANSWER: u32 = 1024;
 const CALLS: u32 = 7;
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

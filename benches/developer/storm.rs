@@ -60,7 +60,6 @@ const TENANT: u64 = 48;
 /// Most MiB used by `cotenant hold` itself.
 const HOLDER: u64 = 16;
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Context of the demo model: 128 MiB of KV.
@@ -69,7 +68,6 @@ const KV_TOKENS: u32 = 65_536;
 /// Charged to the group but not to a process: page tables, sockets, the kernel's own memory.
 const KERNEL: Bytes = Bytes::from_mib(48);
 
-/// Observations.
 #[derive(Default)]
 struct Seen {
     critical: u32,
@@ -80,7 +78,6 @@ struct Seen {
     settle: Vec<Duration>,
 }
 
-/// Runs the measurement.
 pub(super) async fn run(args: &StormArgs) -> Result<Report, String> {
     let group =
         Limited::enter(LIMIT).map_err(|problem| format!("cannot limit memory here: {problem}"))?;

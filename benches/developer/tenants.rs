@@ -61,7 +61,6 @@ const RENEWALS_MIN: f64 = 20_000.0;
 /// Lease for this program's own use.
 const OWN_USE: Bytes = Bytes::from_mib(256);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Renewals sent by a stream before it waits for the first reply: roughly one client's concurrency.

@@ -70,7 +70,6 @@ const TESTS: &[(&str, fn())] = &[
     ),
 ];
 
-/// Runs this program with other arguments.
 fn developer(arguments: &[&str]) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args(arguments)

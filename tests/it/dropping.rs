@@ -116,7 +116,6 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     }
 }
 
-/// Reasons for dropping tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     /// The capacity is exhausted: the next tokens replace the oldest.

@@ -105,7 +105,6 @@ fn go() -> impl FnMut() -> Flow {
     || Flow::Continue
 }
 
-/// Returns the index of the highest logit.
 fn best(logits: &[f32]) -> u32 {
     let (at, _) = logits
         .iter()

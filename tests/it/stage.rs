@@ -92,12 +92,10 @@ impl Keeper {
         self.arrived.recv_timeout(PATIENCE).unwrap()
     }
 
-    /// Releases it for one layer.
     pub(crate) fn go(&self) {
         self.go.send(()).unwrap();
     }
 
-    /// Releases it to the end.
     pub(crate) fn open(self) {
         drop(self);
     }

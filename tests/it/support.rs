@@ -99,7 +99,6 @@ impl Bench {
         self.handle(spec)
     }
 
-    /// Creates our voice.
     pub(crate) fn tts(&self) -> WorkerHandle {
         let argv = [
             env!("CARGO_BIN_EXE_cotenant"),

@@ -12,7 +12,6 @@ use cotenant::{
     },
 };
 
-/// Kind of injected death.
 pub(super) struct Kind {
     pub(super) name: &'static str,
     pub(super) class: DeathClass,
@@ -39,7 +38,6 @@ pub(super) enum Hand {
     KernelRecord,
 }
 
-/// Requirement of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     Nothing,
@@ -58,7 +56,6 @@ pub(super) const RECORD: &str = "[ 8012.441203] python3 invoked oom-killer: gfp_
     [ 8012.441577] Out of memory: Killed process PID (COMM) total-vm:23640880kB, anon-rss:2788352kB, file-rss:5023744kB, shmem-rss:0kB, UID:1000 pgtables:16096kB oom_score_adj:0\n\
     [ 8012.902210] oom_reaper: reaped process PID (COMM), now anon-rss:0kB, file-rss:4218880kB, shmem-rss:0kB\n";
 
-/// Returns all kinds.
 pub(super) fn all(programs: &Programs) -> Vec<Kind> {
     let ways = programs.path("ways");
     let way = |name: &str| spec(&[&ways, name]);

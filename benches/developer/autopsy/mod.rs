@@ -50,7 +50,6 @@ pub(crate) struct AutopsyArgs {
     only: Option<String>,
 }
 
-/// Results of one kind.
 struct Tally {
     name: &'static str,
     class: DeathClass,
@@ -124,7 +123,6 @@ fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     }
 }
 
-/// Makes one worker die.
 async fn one(
     kind: &Kind,
     number: u32,

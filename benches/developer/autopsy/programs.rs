@@ -49,7 +49,6 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Returns the path of a program.
     pub(super) fn path(&self, name: &str) -> String {
         self.folder.join(name).to_string_lossy().into_owned()
     }

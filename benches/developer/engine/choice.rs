@@ -198,5 +198,4 @@ impl Workbench<'_> {
 const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
 /// Successive shares of the budget left by a varying neighbour.
 const NEIGHBOUR: [u64; 8] = [100, 60, 25, 60, 92, 40, 75, 100];
-/// Tokens per share.
 const TURN_TOKENS: u32 = 24;

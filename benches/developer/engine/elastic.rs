@@ -143,7 +143,6 @@ impl Workbench<'_> {
     }
 }
 
-/// Returns the processors available to this process.
 fn allowed_processors() -> Vec<usize> {
     nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
@@ -155,7 +154,6 @@ fn allowed_processors() -> Vec<usize> {
     )
 }
 
-/// Pins the calling thread to one processor, if possible.
 fn pin(processor: usize) {
     let mut set = nix::sched::CpuSet::new();
     if set.set(processor).is_ok() {

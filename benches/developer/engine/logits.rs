@@ -56,7 +56,6 @@ impl Reference {
     }
 }
 
-/// Distance between two ways of computing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Apart {
     largest: f64,
@@ -164,7 +163,6 @@ impl Workbench<'_> {
     }
 }
 
-/// Returns the index of the highest logit.
 fn best(row: &[f32]) -> Option<usize> {
     let (place, _) = row
         .iter()

@@ -125,7 +125,6 @@ enum Section {
     Workspace,
 }
 
-/// Runs the benchmark and prints its figures.
 pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     let failed = |problem: String| CliError::plain(problem, exit::FAILED);
     args.settings.use_instructions()?;

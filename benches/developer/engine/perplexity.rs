@@ -15,11 +15,9 @@ pub(super) struct Perplexity {
     pub(super) mean_nll: f64,
     /// Standard error of that mean, taking the tokens as independent.
     pub(super) standard_error: f64,
-    /// Counted tokens.
     pub(super) tokens: u64,
     /// Tokens excluded by the filter.
     pub(super) left_out: u64,
-    /// Windows.
     pub(super) windows: u32,
 }
 

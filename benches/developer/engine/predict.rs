@@ -124,7 +124,6 @@ impl Workbench<'_> {
             .sum()
     }
 
-    /// Makes these parts resident.
     pub(crate) fn hold(
         &mut self,
         resident: BTreeSet<u32>,

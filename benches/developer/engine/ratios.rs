@@ -94,7 +94,6 @@ impl Ratios {
     }
 }
 
-/// Returns the geometric mean of the rows' ratios.
 fn geometric_mean(rows: &[Row]) -> f64 {
     let logarithms: f64 = rows.iter().map(|row| row.ratio.ln()).sum();
     (logarithms / f64::from(u32::try_from(rows.len()).unwrap_or(u32::MAX))).exp()

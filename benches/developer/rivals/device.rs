@@ -34,7 +34,6 @@ pub(super) fn load_time(bytes: Bytes) -> Duration {
     Duration::from_millis(bytes.get() / LOAD_PER_STEP.get() * STEP_MS)
 }
 
-/// Results of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Score {
     /// Requests of ASR and TTS.
@@ -49,7 +48,6 @@ pub(super) struct Score {
     pub(super) reloaded: Bytes,
     /// Bytes of layers read for single use.
     pub(super) streamed: Bytes,
-    /// Requested tokens.
     pub(super) tokens: u64,
     /// Tokens not generated within the time that they take with everything in memory.
     pub(super) tokens_lost: u64,
@@ -75,7 +73,6 @@ impl Score {
 #[derive(Clone, Debug)]
 pub(super) struct Holder {
     pub(super) model: Model,
-    /// Present use.
     pub(super) used: Bytes,
     /// Use to reach.
     pub(super) target: Bytes,
@@ -87,7 +84,6 @@ pub(super) struct Holder {
     pub(super) used_at: Timestamp,
 }
 
-/// Need of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     Audio { extra: Bytes, lasts_ms: u64 },
@@ -97,7 +93,6 @@ pub(super) enum Work {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job {
     pub(super) number: u64,
-    /// Index of its model.
     pub(super) holder: usize,
     pub(super) work: Work,
     /// Latest start, or end of an answer.

@@ -17,7 +17,6 @@ pub(super) struct Model {
     pub(super) peak_mib: u64,
 }
 
-/// An event of a trace.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Happening {
     /// A user speaks: the recogniser must start within 300 ms, with this much additional memory.

@@ -25,7 +25,6 @@ pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output>
     Some(run(python(&venv), script, arguments).await)
 }
 
-/// Returns the interpreter of a virtual environment.
 fn python(venv: &OsStr) -> Command {
     let mut command = Command::new(Path::new(venv).join("bin/python"));
     command.args(["-B", "-W", "ignore"]);

@@ -51,7 +51,6 @@ impl Frozen {
         Self { thaw, tracer }
     }
 
-    /// Resumes it.
     pub(super) fn thaw(self) {
         drop(self.thaw);
         self.tracer.join().unwrap();

@@ -25,7 +25,6 @@ const QUESTIONS: [&str; 5] = [
     "set a timer for ten minutes",
     "tell me a very long story",
 ];
-/// Limit per answer.
 const TOKENS_MAX: u32 = 88;
 /// Time limit of a complete answer: the imitation takes 13 to 22 s of one core for its 5,500 kernels, and a busy
 /// machine provides only a part of a core. Slightly above the default of `llm.answer_time_max`, at which the daemon

@@ -37,7 +37,6 @@ use crate::{
     support::{PATIENCE, fixture, runs},
 };
 
-/// Path of the program.
 pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
 
 /// Polling interval for slow conditions.
@@ -48,7 +47,6 @@ pub(super) struct Installation {
     /// Sessions of all daemons started here, which include their workers.
     sessions: Mutex<Vec<u32>>,
     folder: tempfile::TempDir,
-    /// Path of the program to run.
     pub(super) program: String,
     /// If set, a neighbour runs in the same session: while a file `come` exists, a process unknown to the daemon
     /// allocates this many MiB within a second, holds them for another, and ends.
@@ -61,7 +59,6 @@ pub(super) struct Installation {
     pub(super) group: Option<PathBuf>,
 }
 
-/// A running daemon.
 pub(super) struct Daemon<'installation> {
     installation: &'installation Installation,
     child: Guard,
@@ -217,7 +214,6 @@ impl Installation {
         self.path("cotenant.sock")
     }
 
-    /// Returns stderr of the daemons.
     pub(super) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
@@ -434,7 +430,6 @@ impl Daemon<'_> {
             .into_inner()
     }
 
-    /// Waits for a state.
     pub(super) async fn until(
         &self,
         what: &str,
@@ -505,14 +500,12 @@ impl Daemon<'_> {
         connection.answer().await
     }
 
-    /// Requests speech for a text.
     pub(super) async fn speak(&self, text: &str) -> Answer {
         let body =
             json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": "wav" });
         post_json(self.http, "/v1/audio/speech", &body).await
     }
 
-    /// Transcribes a WAV file.
     pub(super) async fn hear(&self, wav: &[u8]) -> Answer {
         let fields = [
             ("model", None, &b"whisper-1"[..]),
@@ -590,7 +583,6 @@ shift 2
 exec "$@"
 "#;
 
-/// A child killed on drop.
 struct Guard(Child);
 
 impl Drop for Guard {
@@ -640,7 +632,6 @@ pub(super) fn whole(status: &GetStatusResponse) -> bool {
     })
 }
 
-/// Returns whether every worker is ready.
 pub(super) fn workers_ready(status: &GetStatusResponse) -> bool {
     use cotenant::rpc::v1::WorkerState;
     status
@@ -657,7 +648,6 @@ pub(super) fn worker<'status>(status: &'status GetStatusResponse, name: &str) ->
         .unwrap()
 }
 
-/// Returns the process ids of the workers.
 pub(super) fn pids(status: &GetStatusResponse) -> Vec<u32> {
     status
         .workers
@@ -670,7 +660,6 @@ pub(super) fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(i32::try_from(pid).unwrap())
 }
 
-/// Returns stdout and stderr of a command.
 pub(super) fn said(output: &Output) -> String {
     format!(
         "{:?}\n{}{}",

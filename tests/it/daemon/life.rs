@@ -325,7 +325,6 @@ async fn no_client_is_answered_before_the_machine_was_read() {
     assert_eq!(asked, RUNS);
 }
 
-/// Returns the messages received by systemd so far.
 fn notified(socket: &UnixDatagram) -> Vec<String> {
     let mut messages = Vec::new();
     let mut buffer = [0; 4096];

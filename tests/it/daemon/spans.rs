@@ -59,7 +59,6 @@ fn spans_of(batch: &ExportTraceServiceRequest) -> Vec<Span> {
     scopes.flat_map(|scope| scope.spans.clone()).collect()
 }
 
-/// Returns attributes as text.
 fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMap<String, String> {
     let text = |value: &Value| match value {
         Value::StringValue(text) => text.clone(),

@@ -37,12 +37,10 @@ pub(super) fn with_voice_at_a_socket() -> (Installation, PathBuf) {
     (installation, socket)
 }
 
-/// Path of that socket.
 pub(super) fn wyoming_socket(installation: &Installation) -> PathBuf {
     installation.path("wyoming.sock")
 }
 
-/// Connection to that socket.
 pub(super) struct Client {
     pub(super) reader: FrameReader<OwnedReadHalf>,
     pub(super) writer: OwnedWriteHalf,

@@ -225,7 +225,6 @@ fn the_workspace_does_not_depend_on_the_prompt() {
     );
 }
 
-/// Returns the number of cached pages of a file.
 fn cached_pages(path: &Path) -> usize {
     let file = std::fs::File::open(path).unwrap();
     let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();

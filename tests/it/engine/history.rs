@@ -19,7 +19,6 @@ use super::{
     PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write,
 };
 
-/// Changes before a token.
 #[derive(Clone, Debug)]
 struct Step {
     resident: BTreeSet<u32>,
@@ -161,7 +160,6 @@ fn run(history: &History, dtype: GgmlDType) -> Bytes {
     model.shape().ring_bytes
 }
 
-/// Histories per type in CI.
 const FEW: u32 = 8;
 
 /// Each of these types has its own histories; a long run requests more (`COTENANT_TEST_SCHEDULES`).

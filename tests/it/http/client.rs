@@ -12,7 +12,6 @@ use tokio::{
 /// Longer than any answer; only a hang reaches it.
 const HANG: Duration = Duration::from_secs(30);
 
-/// A parsed response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,

@@ -141,7 +141,6 @@ impl Client {
         self.send(&json!({"type": "response.create"})).await;
     }
 
-    /// Returns the server's close code.
     async fn closed(&mut self) -> u16 {
         match self.message().await {
             Some(Message::Close(Some(frame))) => frame.code.into(),

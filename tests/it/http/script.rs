@@ -34,7 +34,6 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Step of a scripted answer.
 #[derive(Clone, Debug)]
 pub(super) enum Step {
     Event(ChatEvent),
@@ -45,7 +44,6 @@ pub(super) enum Step {
     Hang,
 }
 
-/// Script of the backends.
 #[derive(Default)]
 pub(super) struct Script {
     pub(super) refusals: Mutex<Vec<Refusal>>,
@@ -110,7 +108,6 @@ impl Script {
         }
     }
 
-    /// Waits until no generation is running.
     pub(super) async fn all_dropped(&self) {
         while self.live.load(Ordering::SeqCst) > 0 {
             self.dropped.notified().await;

@@ -41,7 +41,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
-/// Memory of the device.
 pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
 /// Reserve; the budget is 1 GiB.
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
@@ -146,7 +145,6 @@ impl Generator for Parrot {
     }
 }
 
-/// Settings of a daemon.
 pub(super) struct Settings {
     pub(super) limits: Limits,
     pub(super) roles: Roles,
@@ -163,14 +161,12 @@ impl Default for Settings {
     }
 }
 
-/// A running daemon.
 pub(super) struct Daemon {
     pub(super) folder: tempfile::TempDir,
     pub(super) handle: Arc<ControlHandle>,
     pub(super) parrot: Arc<Parrot>,
     pub(super) health: Health,
     pub(super) abstract_name: String,
-    /// Measured use of each tenant.
     pub(super) uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
     stop: CancellationToken,
     server: tokio::task::JoinHandle<()>,
@@ -290,7 +286,6 @@ impl Daemon {
         LlmServiceClient::new(self.channel().await)
     }
 
-    /// Sets the use of a tenant.
     pub(super) fn set_used(&self, tenant: &str, used: Bytes) {
         self.uses.lock().unwrap().insert(tenant.to_owned(), used);
     }

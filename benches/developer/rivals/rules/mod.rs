@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use cotenant::units::{Bytes, Timestamp};
 
-/// Purpose of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     /// Generates answers.
@@ -76,9 +75,7 @@ pub(crate) enum Room {
     Wait,
 }
 
-/// The rule of another program.
 pub(crate) trait Rival {
-    /// Its name in tables.
     fn name(&self) -> &'static str;
     /// Returns the action before a load; called in every step while a request waits for a model that is not in memory.
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room;
