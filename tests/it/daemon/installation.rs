@@ -63,7 +63,7 @@ pub(super) struct Daemon<'installation> {
     installation: &'installation Installation,
     child: Guard,
     channel: Channel,
-    /// Its HTTP address; one with the lowest port if it has none.
+    /// Its HTTP address; port 1 of loopback if it has none.
     pub(super) http: SocketAddr,
 }
 
