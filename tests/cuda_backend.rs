@@ -1,7 +1,7 @@
 //! Models on the CUDA backend over an imitated driver, compared with the CPU.
 //!
-//! The driver (`tests/cuda/driver`) is a library that a process opens once, with settings in its environment: each case
-//! is a separate process, this program called as `child`.
+//! The driver (`tests/cuda/driver`) is a library opened once per process, with settings in the environment. Each case
+//! is therefore a separate process: this program called as `child`.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -111,12 +111,12 @@ fn driver() -> PathBuf {
     out.join("driver")
 }
 
-/// The folder of another driver built next to it.
+/// Returns the folder of another driver built next to it.
 fn other_driver(driver: &Path, name: &str) -> PathBuf {
     driver.with_file_name(name)
 }
 
-/// Output of a child with a driver and its settings.
+/// Returns the output of a child with a driver and its settings.
 fn run(driver: &Path, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut child = Command::new(env::current_exe().unwrap());
     child
@@ -192,7 +192,8 @@ fn reported_error(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The most likely token after `token`: as found by the device, or, with `LOGITS` in the environment, from all logits.
+/// Returns the most likely token after `token`: as found by the device, or, with `LOGITS` in the environment, from all
+/// logits.
 fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     let first = |logits: &[f32]| {
         let places = 0..u32::try_from(logits.len()).unwrap();
@@ -214,7 +215,7 @@ fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     }
 }
 
-/// Logits after several changes of a model's memory, and the compute device.
+/// Returns logits after several changes of a model's memory, and the compute device.
 fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), String> {
     let (shape, _) = Model::inspect(path, compute).map_err(|error| reported_error(&error))?;
     let parts = u32::try_from(shape.layers.len()).unwrap();
@@ -267,8 +268,8 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         return Ok((model.backend_name(), rows));
     }
     if let Some(regrown) = number("SEGMENTS") {
-        // Tokens with all layers, with half of them, with none, with all again, and with another cache; or with all
-        // layers released and reread between two tokens.
+        // Tokens with all layers, with half, with none, with all again, and with another cache; or with all layers
+        // released and reread between two tokens.
         let plans = [
             (parts, KvType::F16),
             (parts / 2, KvType::F16),
@@ -370,7 +371,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     model.keep(12);
     let left = model.position();
     step(&mut model, &text(16 - left, 2))?;
-    // Two conversations in turns: each continues at its own position.
+    // Two alternating conversations: each continues at its own position.
     change(&mut model, &plan(parts, 4096, KvType::F16))?;
     model.reset();
     let (mut talks, mut held) = ([text(40, 4), text(40, 5)], Vec::new());
@@ -395,7 +396,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     Ok((name, rows))
 }
 
-/// The types of the matrices of each family's model.
+/// Types of the matrices of each family's model.
 const TYPES: [GgmlDType; 4] = [
     GgmlDType::Q8_0,
     GgmlDType::Q4K,
@@ -411,7 +412,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
     path
 }
 
-/// Families that a GPU does not compute, and why.
+/// Families not supported on a GPU, with the reason.
 const WITHOUT_KERNELS: [(Architecture, &str); 3] = [
     (
         Architecture::Exaone4,
@@ -427,7 +428,7 @@ const WITHOUT_KERNELS: [(Architecture, &str); 3] = [
     ),
 ];
 
-/// The others, numbered.
+/// Returns the other families, numbered.
 fn families() -> impl Iterator<Item = (usize, Architecture)> {
     let all = Architecture::ALL.into_iter();
     all.filter(|family| WITHOUT_KERNELS.iter().all(|(other, _)| other != family))
@@ -454,7 +455,7 @@ fn write_models(folder: &Path) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Output of a child, and its logits.
+/// Returns the output of a child, and its logits.
 fn answered(
     driver: &Path,
     what: &str,
@@ -601,7 +602,7 @@ fn types_of_all_weights_answer_as_on_the_cpu() {
     }
 }
 
-/// Several layers of real shapes, with a smaller vocabulary: the largest difference of a logit, in standard deviations
+/// Several layers of real shapes with a smaller vocabulary: the largest difference of a logit, in standard deviations
 /// of all logits, compared with the largest between the CPU and llama.cpp for the whole model ("Logits compared" in
 /// `src/dev/notebook.md`).
 fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_cpp() {
@@ -671,7 +672,7 @@ fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_
     }
 }
 
-/// Launches of a child in segments: launches of graphs, and the number captured.
+/// Returns the launches of a child in segments: launches of graphs, and the number captured.
 fn segments_of(
     driver: &Path,
     path: &Path,
@@ -698,7 +699,7 @@ fn segments_of(
     )
 }
 
-/// Tokens of models of both kinds of layers, whose segments are captured, while layers are shed, streamed and reread.
+/// Tokens of models with both kinds of layers, whose segments are captured, while layers are shed, streamed and reread.
 fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let families = [
@@ -736,7 +737,7 @@ fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
 }
 
 /// Each call needed by a graph fails once, in the trial and when a token is captured; memory for graphs is short; a
-/// graph does something else.
+/// graph computes something else.
 fn what_cannot_be_captured_is_launched_as_it_is() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
@@ -811,8 +812,8 @@ fn launches_are_within_memory_and_free_of_races() {
     }
 }
 
-/// One bit of the first tile of a prompt's first product is wrong: `Products` of `parameters.rs` has its address in
-/// byte 88.
+/// One bit of the first tile of a prompt's first product is wrong: byte 88 of `Products` in `parameters.rs` has its
+/// address.
 fn tensor_cores_that_compute_something_else_are_not_used() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
@@ -904,7 +905,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
         !logits.is_empty() && logits == expected,
         "the engine computes on as before"
     );
-    // The last part does not fit: the model is opened with fewer parts, and answers the same.
+    // The last part does not fit: the model is opened with fewer resident parts, and answers the same.
     let said = |output: &Output| {
         reported(output)
             .lines()
@@ -1021,7 +1022,7 @@ fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
     }
 }
 
-/// The script for a machine with a GPU, run on the imitated driver.
+/// The script for machines with a GPU, on the imitated driver.
 fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is_not() {
     let driver = driver();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/gpu");
@@ -1053,7 +1054,7 @@ fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is
         cases.iter().all(|case| case["bits_of_shim"] == true),
         "{report:#}"
     );
-    // The address of a product's first result.
+    // Address of a product's first result.
     let (passed, report) = rehearsed("product_narrow@88");
     assert!(!passed && report["ok"] == false, "{report:#}");
     assert!(
@@ -1151,7 +1152,7 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     }
 }
 
-/// The driver's log of a child, by lines.
+/// Returns the driver's log of a child, by lines.
 fn noted(log: &Path) -> Vec<Value> {
     let text = fs::read_to_string(log).unwrap_or_default();
     text.lines()
@@ -1159,7 +1160,7 @@ fn noted(log: &Path) -> Vec<Value> {
         .collect()
 }
 
-/// Whether nothing was left when contexts ended, and the driver has no complaints.
+/// Returns whether nothing was left when contexts ended, and the driver has no findings.
 fn is_clean(notes: &[Value]) -> bool {
     let of = |event: &str| {
         notes
@@ -1177,7 +1178,7 @@ fn is_clean(notes: &[Value]) -> bool {
         && of("exit").iter().all(|note| note["contexts_left"] == 0)
 }
 
-/// A child with a short history, and a fault of its own besides the faults injected into the driver.
+/// Child with a short history, and a fault of its own besides the driver faults.
 struct Sweep {
     driver: PathBuf,
     folder: tempfile::TempDir,
@@ -1196,9 +1197,9 @@ impl Sweep {
         }
     }
 
-    /// The driver's log of a child with a driver fault and a fault of its own, and the violation found.
+    /// Returns the driver's log of a child with a driver fault and a fault of its own, and the violation found.
     ///
-    /// Measured times decide nothing, so that every case makes the same calls.
+    /// Measured times have no influence, so that every case makes the same calls.
     fn case(&self, fault: &str, planted: &str) -> (Vec<Value>, Option<String>) {
         self.case_on(fault, planted, ("orin", "mapped"))
     }
@@ -1262,7 +1263,7 @@ impl Sweep {
     }
 }
 
-/// The violations that the sweep looks for, injected into the child.
+/// Violations that the sweep looks for, injected into the child.
 fn a_leak_and_a_panic_are_found() {
     let sweep = Sweep::new();
     for planted in ["leak", "panic"] {
@@ -1317,7 +1318,7 @@ fn an_allocation_that_fails_is_an_error_and_leaves_nothing() {
     sweep.all(&faults, on);
 }
 
-/// Number of calls of each function until the process ended.
+/// Returns the number of calls of each function until the process ended.
 fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
     let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
     let calls = exit["calls"].as_object().unwrap().iter();
@@ -1326,7 +1327,7 @@ fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// Counts calls of some tokens, and compares them with those of more: the difference is the cost of a token.
+/// Compares the calls for some tokens with those for more: the difference is the cost of a token.
 fn a_token_takes_few_launches_one_wait_and_no_allocation() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
@@ -1408,7 +1409,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             (1..=8).contains(&graphs) && alone <= 4,
             "{name}: {graphs} graphs, {alone} launches"
         );
-        // Waits that had work to wait for. Waits for events are ends of segments, as many as there were to wait for.
+        // Waits for pending work. Waits for events are ends of segments, as many as were pending.
         let waits_of = |calls: &BTreeMap<String, Value>| {
             calls["waits"].as_u64().unwrap() - calls["event_waits"].as_u64().unwrap()
         };
@@ -1466,7 +1467,7 @@ fn tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu() {
     assert_eq!(counted(90_000), counted(320));
 }
 
-/// The ledger for a model fully, half and not resident, compared with the driver's allocations for the context.
+/// Compares the ledger, for a model fully, half and not resident, with the driver's allocations for the context.
 fn the_book_has_what_the_driver_has() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
@@ -1513,7 +1514,7 @@ fn the_book_has_what_the_driver_has() {
             .iter()
             .find(|note| note["event"] == "context_left")
             .unwrap();
-        // Host memory read by the device belongs to the system, and is in the ledger as well.
+        // Host memory read by the device belongs to the system, but is in the ledger too.
         let of = |name: &str| left["left"][name].as_f64().unwrap();
         let driver = of("bytes") + of("registered_bytes") + 8_388_608.0;
         println!(
@@ -1539,7 +1540,7 @@ fn the_book_has_what_the_driver_has() {
 }
 
 /// On a board with 24 MiB, whose pool keeps 3 MiB: memory credited to a shed is available in the next sample, in the
-/// pool and beside it.
+/// pool and outside it.
 fn what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
@@ -1631,7 +1632,7 @@ fn weights_lie_where_an_integrated_device_reads_them_faster() {
     }
 }
 
-/// An integrated device is measured by the first start of a device, a driver and a release.
+/// An integrated device is measured at the first start with a device, a driver and a release.
 fn a_device_is_measured_once_and_again_when_something_has_changed() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (
@@ -1728,7 +1729,7 @@ fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     assert!(limited.status.success(), "{}", reported(&limited));
 }
 
-/// A failed call has then released nothing.
+/// Returns whether a function releases memory; a failed call has then released nothing.
 fn gives_back(name: &str) -> bool {
     [
         "Free",

@@ -103,7 +103,7 @@ fn each_planted_fault_of_a_kernel_is_found() {
             "{fault}: {}",
             found.lines().take(3).collect::<Vec<_>>().join(" ")
         );
-        // A probe that does not complete has counted nothing.
+        // An incomplete probe has counted nothing.
         let count = found
             .lines()
             .next()

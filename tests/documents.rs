@@ -97,7 +97,7 @@ fn links_between_documents_lead_to_files_and_headings() {
     );
 }
 
-/// Fields of requests that are ignored and named in a header.
+/// Fields that are ignored in requests and named in a header.
 #[test]
 fn the_document_of_errors_names_each_field_that_is_ignored() {
     let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
@@ -228,7 +228,7 @@ fn troubleshooting_has_a_section_for_each_alert_and_a_row_for_each_refusal_and_d
         .lines()
         .filter_map(|line| line.trim().strip_prefix("runbook_url: "));
     for (alert, link) in alerts.clone().zip(links) {
-        // The path of the document in the package; anchors are headings in lower case.
+        // Path of the document in the package; anchors are headings in lower case.
         assert!(headings.contains(alert), "no section for {alert}");
         assert_eq!(
             link,
@@ -283,7 +283,7 @@ fn snake_case(name: &str) -> String {
     snake
 }
 
-/// Names of all functions in `src`, `tests` and `benches`.
+/// Returns the names of all functions in `src`, `tests` and `benches`.
 fn test_functions() -> BTreeSet<String> {
     let mut files = Vec::new();
     for folder in ["src", "tests", "benches"] {
@@ -317,12 +317,12 @@ fn backticked(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// The text without its code blocks.
+/// Returns the text without its code blocks.
 fn prose(text: &str) -> String {
     text.split("```").step_by(2).collect()
 }
 
-/// The Markdown anchor of a heading.
+/// Returns the Markdown anchor of a heading.
 fn anchor(heading: &str) -> String {
     heading
         .trim_start_matches('#')

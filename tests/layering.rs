@@ -24,7 +24,7 @@ mod scan;
 use graph::{Crate, Cycle};
 use scan::{blank, collect, without_tests};
 
-/// The current sources.
+/// Reads the current sources.
 fn this_crate() -> Crate {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
@@ -49,7 +49,7 @@ fn planted(files: &[(&str, &str)]) -> Crate {
     Crate::new(&texts)
 }
 
-/// Fails if there are cycles, and names them.
+/// Fails with the list of cycles if there are any.
 fn assert_none(found: &[Cycle], what: &str) {
     let cycles: Vec<_> = found.iter().map(ToString::to_string).collect();
     assert!(cycles.is_empty(), "files {what}:\n{}", cycles.join("\n"));
@@ -197,7 +197,7 @@ fn planted_structs_are_found() {
     assert_eq!(wide.wide_structs("policy", 1, 9).len(), 2);
 }
 
-/// These panic, or hold their work, when the system has no thread left.
+/// These functions panic, or hold their work, if the system has no thread left.
 #[test]
 fn every_thread_is_started_by_what_reports_a_refusal() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -285,7 +285,7 @@ fn a_planted_word_is_found() {
     );
 }
 
-/// Comments and strings of Rust source, with lines preserved; names in backticks are removed.
+/// Returns comments and strings of Rust source, with lines preserved and names in backticks removed.
 fn prose_of_code(text: &str) -> String {
     let prose: String = text
         .chars()
@@ -301,7 +301,7 @@ fn prose_of_code(text: &str) -> String {
     without_names(&prose)
 }
 
-/// Names of functions, including tests, as words; lines preserved.
+/// Returns the names of functions, including tests, as words; lines preserved.
 fn names_of_functions(text: &str) -> String {
     let names = blank(text)
         .lines()
@@ -315,7 +315,7 @@ fn names_of_functions(text: &str) -> String {
     names.join("\n")
 }
 
-/// Sentences of a document, with lines preserved.
+/// Returns sentences of a document, with lines preserved.
 fn prose_of_document(text: &str) -> String {
     let mut in_block = false;
     let lines = text.lines().map(|line| {
@@ -337,7 +337,7 @@ fn without_names(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Words that are not terms of the field, with their lines.
+/// Returns words that are not terms of the field, with their lines.
 fn banned(text: &str) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -379,9 +379,9 @@ const BANNED: [&str; 15] = [
     "whoever",
 ];
 
-/// Most files with `impl` blocks of one type.
+/// Limit on files with `impl` blocks of one type.
 const IMPL_FILES_MAX: usize = 3;
 
-/// Most fields and booleans of one struct of `policy`.
+/// Limits on fields and booleans of one struct of `policy`.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;

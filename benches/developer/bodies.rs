@@ -1,8 +1,8 @@
 //! `developer bodies`: whether the daemon returns the memory of large requests of every API.
 //!
 //! Each free-form field gets values of each shape, from a few bytes to the limit of a body: over HTTP, the Realtime
-//! API, Wyoming and gRPC. Most are refused, the others are answered with one token. The result compares the daemon's
-//! anonymous memory one minute after the last request with that before the first.
+//! API, Wyoming and gRPC. Most are refused, the others are answered with one token. The result is the daemon's
+//! anonymous memory one minute after the last request, minus that before the first.
 
 use std::{
     path::Path,
@@ -58,7 +58,6 @@ pub(crate) struct BodiesArgs {
     pub rest: u64,
 }
 
-/// Runs it.
 pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
     let model = args.model.as_deref();
@@ -84,7 +83,7 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     };
     let reading = Reading::now();
     let read = || anonymous_kib(pid).ok_or("the daemon has ended");
-    // One-time allocations of the first answers: buffers of the model, threads, the templates' pages.
+    // One-time allocations of the first answers: buffers of the model, threads, pages of the templates.
     for number in 0..WARM_UP {
         let _answered = request(&target, number * PRIME, 3).await;
     }
@@ -154,7 +153,7 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Target of requests, and their values.
+/// Target of the requests, with their values.
 struct Target {
     port: u16,
     wyoming: Box<Path>,
@@ -252,14 +251,14 @@ pub(crate) async fn exchange(port: u16, path: &str, body: &[u8]) -> Result<Vec<u
          content-length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.map_err(failed)?;
-    // An early refusal may close the connection in the middle.
+    // An early refusal may close the connection during the request.
     let _refused = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _reset = stream.read_to_end(&mut answer).await;
     Ok(answer)
 }
 
-/// A session with the value as its tools and as an item.
+/// Opens a session with the value as its tools and as an item.
 async fn realtime(target: &Target, value: &str) -> Result<bool, String> {
     let failed = |error: &dyn std::error::Error| format!("realtime: {error}");
     let stream = TcpStream::connect(("127.0.0.1", target.port))
@@ -311,7 +310,7 @@ async fn wyoming(target: &Target, value: &str) -> Result<bool, String> {
             .is_some_and(|answer| !String::from_utf8_lossy(answer).contains("\"error\"")))
 }
 
-/// As many messages as fit.
+/// Sends as many messages as fit.
 async fn generate(target: &Target, bytes: usize) -> Result<bool, String> {
     let message = ChatMessage {
         role: ChatRole::User.into(),
@@ -361,12 +360,11 @@ log: {{filter: error, format: text}}
 
 /// Requests before the first reading.
 const WARM_UP: u32 = 200;
-/// Spreads the first requests over all fields.
+/// Stride that spreads the first requests over all fields.
 const PRIME: u32 = 37;
 /// Memory that may remain a minute later.
 const LEFT_KIB: f64 = 8.0 * 1024.0;
-/// Most memory of concurrent requests: JSON requests, sessions, one template, and the bodies being read.
+/// Limit on memory of concurrent requests: JSON requests, sessions, one template, and the bodies being read.
 const MOST_KIB: f64 = 128.0 * 1024.0;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

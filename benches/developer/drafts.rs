@@ -1,7 +1,7 @@
 //! `developer drafts`: answers with and without drafted tokens.
 //!
-//! Two engines answer the same questions in turns, one with drafts and one without, with all layers in memory and with
-//! half of them streamed. One question asks for a text that repeats its prompt, one for a text that does not.
+//! Two engines answer the same questions alternately, one with drafts and one without, with all layers resident and
+//! with half of them streamed. One question asks for a text that repeats its prompt, one for a text that does not.
 
 use std::{
     path::PathBuf,
@@ -39,14 +39,12 @@ pub(crate) struct DraftsArgs {
     pub turns: u32,
 }
 
-/// An engine and its events.
 struct Answering {
     engine: Engine,
     _events: mpsc::Receiver<EngineEvent>,
     asked: u64,
 }
 
-/// Runs it.
 pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let setting = format!("{}, {} threads", args.model.display(), args.threads);
@@ -84,7 +82,6 @@ pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Asks both engines one question, in turns.
 fn compare(
     (args, name): (&DraftsArgs, &str),
     [with, without]: [&mut Answering; 2],
@@ -153,7 +150,7 @@ impl Answering {
         }
     }
 
-    /// Asks, and returns the answer with its tokens per second after the first one.
+    /// Asks, and returns the answer with its tokens per second after the first token.
     fn ask(&mut self, content: &str) -> Result<(String, f64), String> {
         self.asked += 1;
         let prompt = Prompt::Chat(vec![ChatMessage::new(Role::User, content)].into());
@@ -186,7 +183,7 @@ impl Answering {
     }
 }
 
-/// A text to be rewritten with a change in each line.
+/// Returns a text to be rewritten with a change in each line.
 fn repeats() -> String {
     let lines: Vec<_> = ["kitchen", "hall", "bedroom", "study", "garden", "garage"]
         .iter()
@@ -199,5 +196,4 @@ fn repeats() -> String {
 }
 
 const STORY: &str = "Tell me a story about a lighthouse keeper and his cat.";
-/// Tokens of an answer.
 const ANSWER: u32 = 256;

@@ -1,7 +1,7 @@
 //! `developer first-byte`: time from a crossed watermark to the first byte shed.
 //!
-//! The neighbour is this program: it fills memory with real pages as fast as the machine allows, and records the time
-//! of each amount. The line follows from the daemon's own figures, read beforehand: headroom down to the upper
+//! The neighbour is this program: it fills memory with real pages as fast as the machine permits, and records the time
+//! of each MiB. The crossing is computed from the daemon's own figures, read beforehand: headroom down to the upper
 //! watermark. The first byte is observed from outside, by the resident set of the daemon.
 
 use std::{
@@ -35,28 +35,25 @@ pub(crate) struct FirstByteArgs {
     pub rounds: u32,
 }
 
-/// Longest delay of the first shed byte after the line.
+/// Limit on the delay between crossing the watermark and the first byte shed.
 const FIRST_BYTE_MAX: Duration = Duration::from_millis(50);
 
-/// Least fill rate of the neighbour, in MiB per second.
+/// Minimum fill rate of the neighbour, in MiB per second.
 const FILL_MIN: f64 = 1024.0;
 
-/// Distance between the watermark and the use before the neighbour.
+/// Memory between the initial use and the watermark.
 const ROOM: Bytes = Bytes::from_mib(384);
 
-/// Use by the neighbour beyond the line, so that a shed becomes necessary.
+/// Memory that the neighbour takes beyond the watermark, so that a shed becomes necessary.
 const BEYOND: Bytes = Bytes::from_mib(64);
 
-/// Bytes between two timestamps.
 const STEP: usize = 1 << 20;
 
 /// KV of 160 MiB of the demo model, most of which can be shed.
 const KV_TOKENS: u32 = 81_920;
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs it.
 pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let began = Instant::now();
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
@@ -149,14 +146,13 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Result of one round.
 struct Round {
     mib_per_s: f64,
-    /// From the line to the first fall of the daemon's resident set; `None` if it did not fall.
+    /// Time from the crossing to the first decrease of the daemon's resident set; `None` without a decrease.
     first_byte: Option<Duration>,
 }
 
-/// Fills memory and observes when the daemon shrinks.
+/// Fills memory, and observes when the daemon shrinks.
 fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     let crossed = Arc::new(AtomicU64::new(0));
     let done = Arc::new(AtomicBool::new(false));
@@ -190,7 +186,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
         }
     }
     let took = began.elapsed().as_secs_f64();
-    // Reclaimed memory may arrive slightly later.
+    // Reclaim may take slightly longer.
     let end = Instant::now() + Duration::from_millis(500);
     while Instant::now() < end && !looking.is_finished() {
         std::thread::sleep(Duration::from_millis(1));
@@ -216,7 +212,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     })
 }
 
-/// Time since `began` at which the resident set of the daemon first fell a megabyte below its maximum.
+/// Returns the time since `began` at which the resident set of the daemon first fell 1 MiB below its maximum.
 fn look(daemon: u32, began: Instant, done: &AtomicBool) -> Option<Duration> {
     let mut most = 0;
     while !done.load(Ordering::Relaxed) {
@@ -251,14 +247,14 @@ fn whole(status: &GetStatusResponse) -> bool {
             .pressure
             .as_ref()
             .map_or(0, |pressure| pressure.elevated_below_bytes);
-        // The neighbour of the previous round is gone.
+        // The neighbour of the previous round has ended.
         headroom >= line + (ROOM.get() / 8) * 7
     })
 }
 
 fn configuration(folder: &Path) -> String {
     let folder = folder.display();
-    // Engine 165 MiB, this program and the daemon some 60, the watermark 64, and then the distance.
+    // Engine 165 MiB, this program and the daemon some 60, the watermark 64, and the distance to it.
     format!(
         "\
 budget:

@@ -1,8 +1,9 @@
 //! `developer kill`: a daemon killed at random points, and the state kept by its successor.
 //!
-//! The real daemon with the demo model and workers, a tenant with a lease and real pages, and an operation in progress
-//! at each point: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon itself.
-//! After each kill: the same workers, no memory granted twice, every acknowledged lease, and the length of the outage.
+//! It runs the real daemon with the demo model and workers, a tenant with a lease and real pages, and an operation in
+//! progress at each point: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon
+//! itself. After each kill it checks the workers, that no memory is granted twice, every acknowledged lease, and the
+//! length of the outage.
 
 use std::{
     collections::BTreeSet,
@@ -85,7 +86,7 @@ fn measure(args: &KillArgs) -> Result<(), CliError> {
     })
 }
 
-/// The operation in progress at the kill.
+/// Operation in progress at the kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
     Grant,
@@ -95,7 +96,6 @@ enum Moment {
     Worker,
 }
 
-/// Observations.
 #[derive(Default)]
 struct Seen {
     gaps: Vec<Duration>,
@@ -140,7 +140,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         let (channel, _) = answered(stage).await?;
         let granted = tokio::select! {
             biased;
-            // Until its reply, if that precedes the kill; then the pause continues.
+            // Until its reply, or the kill if that is earlier; then the pause continues.
             granted = disturb(&channel, moment, &id, size, point) => { tokio::time::sleep(pause / 2).await; granted }
             () = tokio::time::sleep(pause) => None,
         };
@@ -176,7 +176,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
             }
         }
         if moment == Moment::Grant {
-            // The same request again, acknowledged or not: it is one lease.
+            // Repeat the request, acknowledged or not: it must be one lease.
             match create(&channel, "guest", &id, size).await {
                 Ok(again) => {
                     if granted
@@ -217,8 +217,8 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
                     "point {point} ({moment:?}): this program itself uses {used}, more than the {LEASE} that it holds"
                 ));
             }
-            // For the tenants, which are this process under two names, use their held memory: their use would count
-            // twice, and this program's own use is not the daemon's doing.
+            // The tenants are this process under two names, so use their held memory: their measured use would count
+            // twice, and include this program's own.
             let used = status
                 .leases
                 .iter()
@@ -414,7 +414,7 @@ fn engine_ready(status: &GetStatusResponse) -> bool {
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
 }
 
-/// Nothing is in transition: worker `c` runs or does not, and no lease is ending.
+/// Returns whether nothing is in transition: worker `c` runs or is stopped, and no lease is ending.
 fn calm(status: &GetStatusResponse) -> bool {
     let c = status.workers.iter().find(|worker| worker.name == "c");
     c.is_some_and(|c| matches!(c.state(), WorkerState::Ready | WorkerState::Stopped))
@@ -436,7 +436,7 @@ fn pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
         .pid
 }
 
-/// Processes of our session with this argument.
+/// Returns the processes of our session with this argument.
 fn processes_with(argument: &str) -> Result<BTreeSet<u32>, String> {
     let entries = std::fs::read_dir("/proc").map_err(|error| error.to_string())?;
     let session = nix::unistd::getsid(None).map_err(|error| error.to_string())?;
@@ -462,7 +462,7 @@ fn configuration(folder: &std::path::Path) -> String {
         )
     };
     // The budget fits all of them and a part of the model's full plan, so that guests need a shed; workers have a
-    // higher class than guests, so that none is stopped to make room for one.
+    // higher class than guests, so that none is stopped for one.
     format!(
         "\
 budget: {{total: 432MiB, reserve: 256MiB, scope: session, watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}, \
@@ -484,17 +484,15 @@ log: {{filter: info, format: text}}
     )
 }
 
-/// Size of the third worker, which is started and stopped.
+/// Size of the third worker, which is repeatedly started and stopped.
 const THIRD: &str = "3MiB";
 
-/// The tenant's pages.
 const TENANT: Bytes = Bytes::from_mib(24);
 
-/// The tenant's constant lease: its pages, and this program's own use. Use beyond it would be missing elsewhere, and a
-/// worker would eventually be stopped for it.
+/// The tenant's constant lease: its pages, and this program's own use. Unaccounted use would eventually cause a worker
+/// to be stopped.
 const LEASE: Bytes = Bytes::from_mib(72);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Target for the longest outage.

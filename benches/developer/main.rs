@@ -1,7 +1,7 @@
 //! Measurements for developers: `cargo bench --bench developer -- COMMAND`.
 //!
-//! The program contains the product: its measurements start `serve`, `worker` and other commands of `cotenant` from
-//! their own executable. Without a command it runs its tests.
+//! The program includes the product: measurements start `serve`, `worker` and other commands of `cotenant` from this
+//! executable. Without a command, it runs its tests.
 
 mod autopsy;
 mod bodies;
@@ -34,7 +34,7 @@ use cotenant::{
     emergency::EmergencyAllocator,
 };
 
-/// The allocator of the product.
+/// Allocator of the product.
 #[global_allocator]
 static ALLOCATOR: EmergencyAllocator<System> = EmergencyAllocator::before(System);
 

@@ -1,9 +1,8 @@
 //! `developer noncompliant`: tenants that falsely acknowledge a target.
 //!
-//! Each non-compliant holder is a separate process with memory of its own: it holds a lease, fills it with real pages,
-//! and replies APPLIED to its target at once without freeing anything. It measures the delay from the deadline to the
-//! notification that its lease has ended for that reason. The requesting tenant must not be granted the memory before
-//! the non-compliant holder's process is gone.
+//! Each non-compliant holder is a separate process: it holds a lease, fills it with real pages, and replies APPLIED to
+//! its target at once without releasing anything. It measures the delay from the deadline to the notification that its
+//! lease has ended for that reason. The requesting tenant must not be granted the memory before that process has ended.
 
 use std::{
     path::{Path, PathBuf},
@@ -51,10 +50,9 @@ pub(crate) struct HolderArgs {
     pub tenant: String,
 }
 
-/// Longest delay of the detection after the deadline.
+/// Limit on the delay of the detection after the deadline.
 const FOUND_MAX: Duration = Duration::from_millis(250);
 
-/// Budget of the daemon.
 const BUDGET: Bytes = Bytes::from_mib(256);
 
 /// Lease of a non-compliant holder.
@@ -63,16 +61,14 @@ const HELD: Bytes = Bytes::from_mib(128);
 /// Memory filled by a non-compliant holder.
 const FILLED: Bytes = Bytes::from_mib(96);
 
-/// Request of a more urgent tenant: more than is free with the non-compliant holder, and less than without it.
+/// Request of a more urgent tenant: more than is free with the non-compliant holder, less than without it.
 const ASKED: Bytes = Bytes::from_mib(180);
 
-/// Delay after the detection at which the memory must still not be granted.
+/// Time after the detection at which the memory must still not be granted.
 const LOOK_AFTER: Duration = Duration::from_millis(200);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs it.
 pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
@@ -94,7 +90,7 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
         let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
         credited += u32::from(early);
         holder.end().await;
-        // It may be granted before the end of the non-compliant holder's process is observed here.
+        // It may be granted before this process observes the end of the holder.
         if !early {
             let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
             let outcome =
@@ -134,7 +130,7 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// A non-compliant holder's process, ended on drop.
+/// Process of a non-compliant holder, ended on drop.
 struct Holder {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -180,7 +176,7 @@ impl Holder {
     }
 }
 
-/// A more urgent tenant requests more than is free.
+/// Requests more than is free, as a more urgent tenant.
 fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<(), String>> {
     let mut client = client.clone();
     let request = CreateLeaseRequest {
@@ -229,7 +225,7 @@ async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), Str
     Err("leases stay on the book".to_owned())
 }
 
-/// `developer non-compliant holder`: one of them.
+/// `developer non-compliant holder`: runs one of them.
 pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
     let reported = |status: tonic::Status| status.message().to_owned();
     let channel = watch::connect(&args.socket, PATIENCE).await?;
@@ -298,7 +294,7 @@ pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
             None => return Err("the stream ended without a word".to_owned()),
         }
     }
-    // It keeps its memory until it is killed.
+    // It keeps its memory until killed.
     std::future::pending::<()>().await;
     drop(memory);
     Ok(())

@@ -1,8 +1,8 @@
 //! `developer replay`: time to replay a day of a voice device.
 //!
-//! The day is simulated: a machine sampled every second along with its holders, an engine and two workers, a tenant
-//! that renews its lease, and periodic utterances for which ASR needs memory that the engine sheds and regrows. The
-//! daemon's own writer writes the journal; then it is read and replayed as in `cotenant replay`.
+//! The day is simulated: a machine and its holders sampled every second, an engine and two workers, a tenant that
+//! renews its lease, and periodic utterances for which ASR needs memory that the engine sheds and regrows. The daemon's
+//! own writer writes the journal, which is then replayed as by `cotenant replay`.
 
 use std::{
     collections::VecDeque,
@@ -39,7 +39,7 @@ pub(crate) struct ReplayArgs {
     pub rounds: u32,
 }
 
-/// Longest duration of replaying a day.
+/// Limit on the duration of replaying a day.
 const REPLAY_MAX: Duration = Duration::from_secs(2);
 const MACHINE: Bytes = Bytes::from_gib(8);
 const ENGINE: Bytes = Bytes::from_gib(5);
@@ -54,13 +54,13 @@ const TERM: Duration = Duration::from_secs(30);
 ///
 /// # Errors
 ///
-/// The journal cannot be written or read, or a decision differs.
+/// If the journal cannot be written or read, or a decision differs.
 pub(super) fn run(args: &ReplayArgs) -> Result<Report, String> {
     let folder = std::env::temp_dir().join(format!("cotenant-replay-{}", std::process::id()));
     std::fs::create_dir(&folder)
         .map_err(|error| format!("cannot make `{}`: {error}", folder.display()))?;
     let report = measure(args, &folder.join("journal.ndjson"));
-    // A remaining folder is in the folder for temporary files.
+    // A remaining folder is only a temporary file.
     let _ = std::fs::remove_dir_all(&folder);
     report
 }
@@ -113,7 +113,6 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
     Ok(report)
 }
 
-/// The device on that day.
 struct Day {
     journal: Journal,
     arbiter: Arbiter,
@@ -209,7 +208,6 @@ impl Day {
         }
     }
 
-    /// Completes all ordered actions.
     fn settle(&mut self) {
         while let Some((revision, in_force)) = self.orders.pop_front() {
             let used = self.shape.plan_bytes(&in_force);
@@ -263,7 +261,7 @@ impl Day {
     fn sample(&mut self) {
         let workers = Bytes::from_mib(1400);
         let tenants = Self::used(self.asr.as_ref()) + Self::used(self.camera.as_ref());
-        // The rest of the machine varies slightly.
+        // Use by other processes varies slightly.
         let others = OS + Bytes::from_kib(self.tickets * 37 % 4096);
         let free = MACHINE.saturating_sub(others + workers + tenants + self.engine);
         self.tell(Event::Sampled(Sample {
@@ -364,7 +362,7 @@ impl Day {
         self.settle();
     }
 
-    /// Advances time, with every deadline at its instant.
+    /// Advances the time, with every deadline at its instant.
     fn pass(&mut self, until: Timestamp) {
         while let Some(due) = self.arbiter.next_deadline().filter(|due| *due < until) {
             self.now = due.max(self.now);

@@ -1,6 +1,6 @@
 //! Request bodies that maximise memory per byte.
 
-/// Each free-form field, as a body with `@` in place of its value.
+/// Free-form fields, each as a body with `@` in place of its value.
 pub(crate) const FIELDS: [(&str, &str); 44] = [
     (
         CHAT,
@@ -141,7 +141,7 @@ const COUNT: &str = "/v1/messages/count_tokens";
 const RESPONSES: &str = "/v1/responses";
 const OLLAMA: &str = "/api/chat";
 
-/// Values of `bytes` that maximise memory per byte, each in a different way.
+/// Returns values of `bytes` bytes that maximise memory per byte, each in a different way.
 pub(crate) fn shapes(bytes: usize) -> Vec<String> {
     let list = |item: &str| {
         let count = bytes / (item.len() + 1);

@@ -1,8 +1,8 @@
 //! `developer soak`: growth of the daemon's memory with the number of served requests.
 //!
-//! Requests of every kind in rotation: chats with and without a schema by each API, transcriptions, lists of models,
-//! metrics, states, leases, and bad input. The daemon's anonymous memory is read once a second; the result is the slope
-//! of the regression line after the warm-up. Memory that is returned late shows as noise, a leak as slope.
+//! It sends requests of every kind in rotation: chats with and without a schema by each API, transcriptions, lists of
+//! models, metrics, states, leases, and bad input. The daemon's anonymous memory is read once a second; the result is
+//! the slope of the regression line after the warm-up. Memory that is returned late shows as noise, a leak as slope.
 
 use std::{
     fs,
@@ -43,7 +43,6 @@ pub(crate) struct SoakArgs {
     pub verbose: bool,
 }
 
-/// One reading of the daemon.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     seconds: f64,
@@ -51,7 +50,6 @@ struct Look {
     kib: f64,
 }
 
-/// Runs it.
 pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
     let mut stage =
@@ -146,7 +144,7 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Sends request number `number`; each hundred contains all kinds.
+/// Sends request number `number`; each hundred includes all kinds.
 async fn request(
     number: u32,
     agent: &ureq::Agent,
@@ -219,7 +217,6 @@ async fn request(
     sent.await.map_err(|error| error.to_string())?
 }
 
-/// The content type of a body.
 fn kind_of(body: &str) -> &'static str {
     if body == TRANSCRIPTION {
         "multipart/form-data; boundary=soak"
@@ -228,7 +225,7 @@ fn kind_of(body: &str) -> &'static str {
     }
 }
 
-/// Slope of the least-squares line through the readings; `None` with fewer than two.
+/// Returns the slope of the least-squares line through the readings; `None` with fewer than two.
 fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     let count = f64::from(u32::try_from(looks.len()).ok()?);
     let mean = |of: &dyn Fn(&Look) -> f64| looks.iter().map(of).sum::<f64>() / count;
@@ -241,7 +238,7 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     (spread > 0.0).then(|| together / spread)
 }
 
-/// Pages without a file, counted individually: `RssAnon` of `status` is a sum of per-processor counters, each up to 32
+/// Counts pages without a file individually: `RssAnon` of `status` is a sum of per-processor counters, each up to 32
 /// pages late (`percpu_counter_batch`).
 pub(crate) fn anonymous_kib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
@@ -300,10 +297,10 @@ const TRANSCRIPTION: &str = concat!(
     "\r\n--soak--\r\n",
 );
 
-/// Share of the requests that warm the daemon up: pools, threads, caches and the bounded logs of events.
+/// Share of requests for warm-up: pools, threads, caches and the bounded logs of events.
 const WARM_UP: f64 = 0.5;
 
-/// Tolerated rise of the line over all requests: the readings scatter by some pages.
+/// Tolerated rise of the line over all requests: readings vary by some pages.
 const GROWTH_KIB_MAX: f64 = 256.0;
 
 /// Pause before a lease is requested again.
@@ -311,5 +308,4 @@ const REST: Duration = Duration::from_millis(50);
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,8 +1,8 @@
 //! `developer speakers`: several speakers on one model.
 //!
-//! Time to the first token for a speaker who has just spoken, and for one after seven others; throughput of concurrent
-//! answers, compared with the same answer alone; time to the next token while a long prompt of another speaker is
-//! computed; and time to a call whose form leaves little choice.
+//! It measures the time to the first token for a speaker who has just spoken, and for one after seven others; the
+//! throughput of concurrent answers, compared with one answer alone; the time to the next token while a long prompt of
+//! another speaker is computed; and the time to a call whose form leaves little choice.
 
 use std::{
     path::{Path, PathBuf},
@@ -52,7 +52,6 @@ pub(crate) struct SpeakersArgs {
     pub answers: u32,
 }
 
-/// Runs it.
 pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     let model = std::path::absolute(&args.model).map_err(|error| error.to_string())?;
     let port = free_port().map_err(|error| error.to_string())?;
@@ -79,7 +78,7 @@ pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Speakers take turns repeatedly.
+/// Measures speakers who take turns repeatedly.
 async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> Result<(), String> {
     let mut house: Vec<Vec<ChatMessage>> = (0..SPEAKERS).map(|_| vec![system(args)]).collect();
     let (mut cold, mut switched, mut warm) = (Vec::new(), Vec::new(), Vec::new());
@@ -119,7 +118,7 @@ async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> R
     Ok(())
 }
 
-/// Answers one by one, and then concurrently.
+/// Measures answers one by one, and then concurrently.
 async fn together(
     args: &SpeakersArgs,
     channel: &Channel,
@@ -130,7 +129,7 @@ async fn together(
         .collect();
     let mut alone = Vec::new();
     for talk in &asked {
-        // Once to fill the cache with the prompt, and once to measure.
+        // First fill the cache with the prompt, then measure.
         generate(channel.clone(), talk.clone(), ANSWER).await?;
         alone.push(generate(channel.clone(), talk.clone(), ANSWER).await?);
     }
@@ -189,7 +188,7 @@ async fn together(
     Ok(())
 }
 
-/// A long prompt arrives while an answer is generated.
+/// Measures a long prompt that arrives while an answer is generated.
 async fn long_prompt(
     args: &SpeakersArgs,
     channel: &Channel,
@@ -228,7 +227,7 @@ async fn long_prompt(
     Ok(())
 }
 
-/// A call with four parameters, and a text of as many tokens.
+/// Measures a call with four parameters, and a text of as many tokens.
 async fn forced_call(port: u16, report: &mut Report) -> Result<(), String> {
     let one_of = |values: [&str; 3]| json!({"enum": values});
     let call = json!({
@@ -269,7 +268,7 @@ async fn forced_call(port: u16, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// Seconds of a chat completion, and its tokens; the median of several, after one that warms the prompt.
+/// Returns seconds and tokens of a chat completion: the median of several, after one that caches the prompt.
 async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
     let body = body.to_string();
     let (mut takes, mut tokens) = (Vec::new(), 0.0);
@@ -293,7 +292,7 @@ async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
     Ok((median(&takes).unwrap_or_default(), tokens))
 }
 
-/// Continues the conversation; the answer becomes a part of it. Returns the time to the first token, in ms.
+/// Continues the conversation, including the answer. Returns the time to the first token, in ms.
 async fn ask_on(
     channel: &Channel,
     talk: &mut Vec<ChatMessage>,
@@ -309,14 +308,13 @@ async fn ask_on(
     Ok(answer.first.as_secs_f64() * 1e3)
 }
 
-/// Result of a request.
 struct Answer {
     text: String,
     prompt: u32,
     tokens: u32,
     first: Duration,
     took: Duration,
-    /// Between two pieces, in ms.
+    /// Times between two pieces, in ms.
     gaps: Vec<f64>,
 }
 
@@ -388,7 +386,7 @@ fn question(number: usize, turn: u32) -> String {
     )
 }
 
-/// Without drafts: how many of these are right differs between a text alone and a call, and only one who is alone has them.
+/// Without drafts, because their hit rate differs between a text and a call, and only a single answer uses them.
 fn configuration(folder: &Path, model: &Path, port: u16, args: &SpeakersArgs) -> String {
     let (model, threads, context) = (model.display(), args.threads, args.context);
     let folder = folder.display();
@@ -419,5 +417,4 @@ const SHORT_ANSWER: u32 = 24;
 const ANSWER: u32 = 128;
 const LONG_ANSWER: u32 = 1024;
 const CALLS: u32 = 7;
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

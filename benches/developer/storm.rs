@@ -1,9 +1,8 @@
 //! `developer storm`: random demands in a control group with a memory limit.
 //!
-//! The real daemon with the demo model, workers, neighbours without leases, and tenants that fill their grants: all of
-//! them, and this program, in one limited group. Together they want more than it has, so that the LLM has to shed in
-//! time: the kernel kills a process when a page is needed and none is left. The kernel's own counter shows whether it
-//! had to.
+//! The real daemon with the demo model, workers, neighbours without leases, and tenants that fill their grants run in
+//! one limited group with this program. Together they demand more than its limit, so the LLM has to shed in time:
+//! otherwise the kernel kills a process, which its own counter shows.
 
 use std::{
     fs,
@@ -47,12 +46,12 @@ pub(crate) struct StormArgs {
     pub seed: u64,
 }
 
-/// Limit of the group. Workers, daemon and this program take some 150 MiB of it and the LLM 135, of which it can shed
-/// 128.
+/// Limit of the group. Workers, daemon and this program take some 150 MiB of it, and the LLM 135 MiB, of which it can
+/// shed 128.
 const LIMIT: Bytes = Bytes::from_mib(512);
 
-/// Largest total of the neighbours: with a tenant more than the memory above the watermark, and no more than exists
-/// once the LLM has shed all that it can.
+/// Largest total of the neighbours: together with a tenant it exceeds the memory above the watermark, but fits once the
+/// LLM has shed all that it can.
 const NEIGHBOURS: u64 = 200;
 
 /// Most MiB filled by a tenant.
@@ -61,16 +60,14 @@ const TENANT: u64 = 48;
 /// Most MiB used by `cotenant hold` itself.
 const HOLDER: u64 = 16;
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Context of the demo model: 128 MiB of KV.
 const KV_TOKENS: u32 = 65_536;
 
-/// Charged to the group but to no process: page tables, sockets, the kernel's own memory.
+/// Charged to the group but not to a process: page tables, sockets, the kernel's own memory.
 const KERNEL: Bytes = Bytes::from_mib(48);
 
-/// Observations.
 #[derive(Default)]
 struct Seen {
     critical: u32,
@@ -81,7 +78,6 @@ struct Seen {
     settle: Vec<Duration>,
 }
 
-/// Runs it.
 pub(super) async fn run(args: &StormArgs) -> Result<Report, String> {
     let group =
         Limited::enter(LIMIT).map_err(|problem| format!("cannot limit memory here: {problem}"))?;
@@ -132,7 +128,7 @@ async fn storms(
         if stage.daemon().pid() != daemon || !matches!(stage.daemon().ended(), Ok(None)) {
             return Err(format!("storm {number}: the daemon has ended"));
         }
-        // Two of three start before the last one is over.
+        // Two of three storms start before the last one has ended.
         if random.below(3) == 0 {
             daemon::until(&mut operator, PATIENCE, calm)
                 .await
@@ -233,7 +229,7 @@ async fn storms(
     Ok(report)
 }
 
-/// One storm: one or two neighbours, a tenant, sometimes a worker started or stopped.
+/// Runs one storm: one or two neighbours, a tenant, sometimes a start or stop of a worker.
 async fn storm(
     random: &mut Random,
     stage: &Stage,
@@ -316,16 +312,16 @@ async fn storm(
     }
     seen.critical += u32::from(critical);
     seen.granted += u32::from(granted);
-    // Ended on a thread: each may take a moment to exit.
+    // On a separate thread, because each may take a moment to exit.
     tokio::task::spawn_blocking(move || drop(running))
         .await
         .map_err(|error| error.to_string())
 }
 
-/// A tenant unaware of leases, under `cotenant hold`, which fills its grant.
+/// Returns the command of a tenant unaware of leases, under `cotenant hold`, that fills its grant.
 fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    // The lease covers the holder too.
+    // The lease includes `hold` itself.
     let (lease, fill) = (format!("{}MiB", mib + HOLDER), format!("{mib}MiB"));
     let endpoint = format!("unix://{}", stage.socket().display());
     let program = program.display().to_string();
@@ -354,7 +350,7 @@ fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     Ok(arguments.map(str::to_owned).to_vec())
 }
 
-/// Normal, no memory in transition, and the LLM complete again.
+/// Returns whether the level is Normal, no memory is in transition, and the LLM is complete again.
 fn calm(status: &GetStatusResponse) -> bool {
     let normal = status
         .pressure
@@ -372,13 +368,13 @@ fn calm(status: &GetStatusResponse) -> bool {
     normal && engine && ready("a") && ready("b")
 }
 
-/// Starts of the two workers that only the supervisor stops.
+/// Returns the starts of the two workers that only the supervisor stops.
 fn starts(status: &GetStatusResponse) -> u32 {
     let workers = status.workers.iter().filter(|worker| worker.name != "c");
     workers.map(|worker| worker.starts).sum()
 }
 
-/// A limited control group that contains this process for the lifetime of the value.
+/// Limited control group that contains this process for the lifetime of the value.
 struct Limited {
     version: CgroupVersion,
     home: PathBuf,
@@ -414,7 +410,7 @@ impl Limited {
         }
         fs::write(group.folder.join(limit_file), limit.get().to_string())
             .map_err(|error| failed(&format!("`{limit_file}`"), &error))?;
-        // No escape into swap, if there is any.
+        // Prevent swapping.
         let _ = match group.version {
             CgroupVersion::V1 => fs::write(
                 group.folder.join("memory.memsw.limit_in_bytes"),
@@ -439,7 +435,8 @@ impl Limited {
         }
     }
 
-    /// Kills in the group and its descendants: version 1 counts each group separately, version 2 hierarchically.
+    /// Returns kills in the group and its descendants: version 1 counts each group separately, version 2
+    /// hierarchically.
     fn kills(&self) -> Option<u64> {
         let root = ProbeRoot::default();
         let own = Cgroup::own(&root)?.memory().oom_kills?;

@@ -1,6 +1,6 @@
 //! `developer grants` and `renewals`: many leases on a daemon without a model.
 //!
-//! All leases belong to one tenant, this program: it is measured once, and the first lease covers its own use.
+//! All leases belong to one tenant, this program, which is measured once; the first lease covers its own use.
 
 use std::{
     path::Path,
@@ -52,19 +52,18 @@ pub(crate) struct RenewalsArgs {
     pub calls: bool,
 }
 
-/// Longest grant while memory is free, at the 99th percentile.
+/// Limit of the 99th percentile of a grant while memory is free.
 const GRANT_P99_MAX: Duration = Duration::from_millis(1);
 
-/// Least renewals per second and core.
+/// Minimum renewals per second and core.
 const RENEWALS_MIN: f64 = 20_000.0;
 
-/// Covers this program's own use.
+/// Lease for this program's own use.
 const OWN_USE: Bytes = Bytes::from_mib(256);
 
-/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Renewals that a stream sends before it waits for the first reply: roughly one client's concurrency.
+/// Renewals sent by a stream before it waits for the first reply: roughly one client's concurrency.
 const UNDER_WAY: usize = 4;
 
 /// `developer grants`.
@@ -203,7 +202,7 @@ async fn renew_on_stream(
     Ok(count)
 }
 
-/// A daemon without a model, with room for the tenants played by this program.
+/// Starts a daemon without a model, with space for the tenants simulated by this program.
 async fn open(budget: Bytes) -> Result<(Stage, LeaseServiceClient<Channel>), String> {
     let stage =
         Stage::set(|folder| configuration(folder, budget)).map_err(|error| error.to_string())?;
@@ -293,7 +292,7 @@ fn keep_to_one_core(pid: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// Processor time of a process so far: fields 14 and 15 of `/proc/[pid]/stat` (proc(5)).
+/// Returns the processor time of a process so far: fields 14 and 15 of `/proc/[pid]/stat` (proc(5)).
 fn cpu_seconds(pid: u32) -> Result<f64, String> {
     let stat =
         std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! Tests of the measurements: each runs with small numbers, and asserts all except time.
+//! Tests of the measurements: each runs with small numbers, and checks everything except time.
 
 use std::{
     fs,
@@ -70,7 +70,6 @@ const TESTS: &[(&str, fn())] = &[
     ),
 ];
 
-/// This program with other arguments.
 fn developer(arguments: &[&str]) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args(arguments)
@@ -205,11 +204,11 @@ fn every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory() {
         .filter(|kind| kind["leftOut"].is_null())
         .count();
     assert!(injected >= 8, "those that need no compiler: {injected}");
-    // The promised delay applies to an idle machine and is measured there; this only checks that nothing blocks.
+    // The promised delay is measured on an idle machine; this only checks that nothing blocks.
     assert!(report["maxMs"].as_f64().unwrap() < 2000.0, "{report:#}");
 }
 
-/// The command for readers of the fixtures writes the same file as the tests.
+/// The command given in the fixtures' README writes the same file as the tests.
 fn a_model_of_the_fixtures_can_be_written_by_a_command() {
     let folder = tempfile::tempdir().unwrap();
     let (path, wanted) = (

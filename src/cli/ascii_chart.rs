@@ -4,10 +4,9 @@ use crate::chart::{Chart, ChartPoint, clipped, mib_step};
 use cotenant_units::{Bytes, Timestamp};
 
 impl Chart {
-    /// The chart as lines of text, `width` × about `height` characters, with a legend and the marks below.
+    /// Renders the chart as lines of text, `width` × about `height` characters, with legend and marks below.
     ///
-    /// Owners differ by their shading; `colour` adds ANSI colours to it. `│` stands where something happened, `─` is
-    /// the budget.
+    /// Owners differ by shading; `colour` adds ANSI colours. `│` is a mark, `─` the budget.
     #[must_use]
     pub(super) fn to_text(&self, width: usize, height: usize, colour: bool) -> String {
         let owners = self.owners();
@@ -84,7 +83,7 @@ impl Chart {
         text
     }
 
-    /// The last point at or before a moment: it holds until the next.
+    /// Returns the last point at or before `at`, which holds until the next one.
     fn in_force(&self, at: Timestamp) -> Option<&ChartPoint> {
         self.points.iter().rev().find(|point| point.at <= at)
     }
@@ -102,7 +101,7 @@ fn part_of_span(from: Timestamp, to: Timestamp, part: usize, parts: usize) -> Ti
     from + span * part / u32::try_from(parts).unwrap_or(u32::MAX).max(1)
 }
 
-/// Which owner's area covers this height.
+/// Returns the index of the owner whose area covers this height.
 fn owner_at(point: &ChartPoint, owners: &[&str], height: Bytes) -> Option<usize> {
     let mut top = Bytes::ZERO;
     owners.iter().position(|owner| {
@@ -111,7 +110,7 @@ fn owner_at(point: &ChartPoint, owners: &[&str], height: Bytes) -> Option<usize>
     })
 }
 
-/// The axis left of a row; a row has a label when a multiple of `step` lies in it.
+/// Renders the axis left of a row, with a label if the row contains a multiple of `step`.
 fn axis_label(low: Bytes, row_bytes: Bytes, step: Bytes) -> String {
     let multiple = low.round_up(step);
     let label = if multiple < low.saturating_add(row_bytes) {
@@ -135,7 +134,7 @@ fn cell(owner: usize, colour: bool) -> String {
 /// `12288 MiB ┤`
 const AXIS_WIDTH: usize = 11;
 const SHADES: [char; 7] = ['█', '▓', '▒', '░', '▞', '▚', '▤'];
-/// Foreground colours near those of the picture.
+/// Foreground colours close to those of the picture.
 const ANSI: [u8; 7] = [34, 36, 33, 32, 35, 31, 37];
 
 #[cfg(test)]

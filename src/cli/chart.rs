@@ -1,7 +1,7 @@
 //! Chart of memory by owner over time, as SVG.
 //!
-//! Between two points the value of the earlier one holds, as in a ledger. Everything is computed in whole pixels; text
-//! uses the viewer's own fonts, so drawing needs no installed ones.
+//! Between two points, the value of the earlier one holds. Positions are whole pixels; text uses the viewer's fonts, so
+//! none need be installed for drawing.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,17 +22,17 @@ use plotters::{
 use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Timestamp};
 
-/// Memory by owner at one moment.
+/// Memory by owner at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ChartPoint {
-    /// When.
+    /// Time of the point.
     pub at: Timestamp,
-    /// Bytes by owner; an owner that is not named holds nothing.
+    /// Bytes by owner; a missing owner holds nothing.
     pub owners: BTreeMap<String, Bytes>,
 }
 
 impl ChartPoint {
-    /// All owners together.
+    /// Returns the memory of all owners.
     #[must_use]
     pub(super) fn total(&self) -> Bytes {
         self.owners
@@ -41,7 +41,7 @@ impl ChartPoint {
             .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// Memory of one owner.
+    /// Returns the memory of one owner.
     #[must_use]
     pub(super) fn of(&self, owner: &str) -> Bytes {
         self.owners.get(owner).copied().unwrap_or(Bytes::ZERO)
@@ -51,9 +51,9 @@ impl ChartPoint {
 /// Kind of a mark, which determines its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MarkKind {
-    /// Memory got short.
+    /// Memory became short.
     Alarm,
-    /// Something else.
+    /// Any other event.
     Note,
     /// Memory was taken again.
     Regrow,
@@ -61,39 +61,39 @@ pub(super) enum MarkKind {
     Shed,
 }
 
-/// Something that happened.
+/// Marked event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ChartMark {
-    /// When.
+    /// Time of the event.
     pub at: Timestamp,
-    /// Label in a few words; long ones are shortened.
+    /// Short label; long ones are truncated.
     pub label: String,
-    /// Which kind.
+    /// Kind of event.
     pub kind: MarkKind,
 }
 
-/// All that a chart shows.
+/// Contents of a chart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Chart {
-    /// Headline.
+    /// Title.
     pub title: String,
-    /// One line below it.
+    /// Line below the title.
     pub subtitle: String,
-    /// Points in the order of time.
+    /// Points in order of time.
     pub points: Vec<ChartPoint>,
-    /// Limit of all owners together.
+    /// Limit on the memory of all owners.
     pub budget: Bytes,
     /// Name of the limit.
     pub budget_name: &'static str,
-    /// The start of the chart's time since 1970, where times are those of the clock (UTC) rather than seconds.
+    /// Start of the chart as the time since 1970, if times are shown as clock times (UTC) rather than seconds.
     pub epoch: Option<Duration>,
     /// Marked events.
     pub marks: Vec<ChartMark>,
-    /// Owners from the bottom to the top of the stack; those not named follow in the order of their names.
+    /// Owners from the bottom to the top of the stack; others follow by name.
     pub order: Vec<String>,
 }
 
-/// The picture could not be drawn.
+/// Drawing failed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot draw the chart: {reason}")]
 pub(super) struct ChartError {
@@ -110,7 +110,7 @@ impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for Chart
 }
 
 impl Chart {
-    /// Owners that hold something at some time, from the bottom to the top of the stack.
+    /// Returns owners that hold memory at some time, from the bottom to the top of the stack.
     #[must_use]
     pub(super) fn owners(&self) -> Vec<&str> {
         let held: BTreeSet<&str> = self
@@ -132,7 +132,7 @@ impl Chart {
         first.chain(rest).collect()
     }
 
-    /// The most that `owner` ever held.
+    /// Returns the maximum memory of `owner`.
     #[must_use]
     pub(super) fn peak(&self, owner: &str) -> Bytes {
         self.points
@@ -142,7 +142,7 @@ impl Chart {
             .unwrap_or(Bytes::ZERO)
     }
 
-    /// From the first to the last moment that is shown.
+    /// Returns the first and the last time shown.
     #[must_use]
     pub(super) fn span(&self) -> (Timestamp, Timestamp) {
         let times = || {
@@ -155,7 +155,7 @@ impl Chart {
         )
     }
 
-    /// The most that is shown: the budget, or more where owners together held more.
+    /// Returns the top of the scale: the budget, or the highest total if that is larger.
     #[must_use]
     pub(super) fn most(&self) -> Bytes {
         self.points
@@ -164,7 +164,7 @@ impl Chart {
             .fold(self.budget, Bytes::max)
     }
 
-    /// A time as the chart shows it: `12.3 s`, or `15:04:05`.
+    /// Formats a time as on the chart: `12.3 s`, or `15:04:05`.
     #[must_use]
     pub(super) fn time(&self, at: Timestamp) -> String {
         let Some(epoch) = self.epoch else {
@@ -179,10 +179,10 @@ impl Chart {
         )
     }
 
-    /// The chart as a standalone SVG file.
+    /// Renders the chart as a standalone SVG file.
     ///
     /// # Errors
-    /// When the drawing library fails, which writing to memory excludes.
+    /// If the drawing library fails, which writing to memory excludes.
     pub(super) fn to_svg(&self) -> Result<String, ChartError> {
         let mut svg = String::new();
         let labels = lay_out_labels(&self.marks, |at| self.time(at), |at| self.frame(0).x(at));
@@ -279,7 +279,7 @@ impl Chart {
             let mut outline = upper.clone();
             outline.extend(stairs(&xs, &below, frame).into_iter().rev());
             canvas.draw(&Polygon::new(outline, colour.mix(0.85)))?;
-            // drawn where the owner holds something, so that one that is gone leaves no line
+            // drawn only where the owner holds memory, so that an absent one leaves no line
             for piece in upper_edges(&xs, &below, &above, frame) {
                 canvas.draw(&PathElement::new(piece, darker(colour)))?;
             }
@@ -288,8 +288,8 @@ impl Chart {
         Ok(())
     }
 
-    /// The distinguishable points: of those within one pixel the one with the largest total, and the last one, which
-    /// holds until the next pixel with any.
+    /// Returns the distinguishable points: within each pixel, the one with the largest total, and the last one, which
+    /// holds until the next point.
     fn columns(&self, frame: &Frame) -> Vec<(i32, &ChartPoint)> {
         let mut columns: Vec<(i32, &ChartPoint)> = Vec::new();
         for pixel in self
@@ -327,7 +327,7 @@ impl Chart {
         Ok(())
     }
 
-    /// Owners from top to bottom, as they are stacked.
+    /// Draws the owners from top to bottom, as stacked.
     fn draw_legend(&self, canvas: &Canvas<'_>, frame: &Frame) -> Result<(), ChartError> {
         let owners = self.owners();
         let entries: Vec<(&str, RGBColor)> = owners.iter().copied().zip(colours(&owners)).collect();
@@ -378,13 +378,13 @@ impl Frame {
     }
 }
 
-/// `part / whole` of `pixels`, rounded.
+/// Returns `part / whole` of `pixels`, rounded.
 fn scaled(part: u128, whole: u128, pixels: i32) -> i32 {
     let exact = (part * u128::from(pixels.unsigned_abs()) + whole / 2) / whole;
     i32::try_from(exact).unwrap_or(pixels)
 }
 
-/// The line through values each of which holds until the next.
+/// Returns the line through values each of which holds until the next.
 fn stairs(xs: &[i32], values: &[Bytes], frame: &Frame) -> Vec<(i32, i32)> {
     let mut line: Vec<(i32, i32)> = Vec::with_capacity(2 * xs.len());
     for (&x, &value) in xs.iter().zip(values) {
@@ -397,7 +397,7 @@ fn stairs(xs: &[i32], values: &[Bytes], frame: &Frame) -> Vec<(i32, i32)> {
     line
 }
 
-/// The pieces of the upper edge where there is something below it.
+/// Returns the sections of the upper edge that are above a non-empty area.
 fn upper_edges(
     xs: &[i32],
     below: &[Bytes],
@@ -425,19 +425,19 @@ fn upper_edges(
     pieces
 }
 
-/// A label and where it goes.
+/// Label with its position.
 struct PlacedLabel<'a> {
     mark: &'a ChartMark,
     text: String,
     x: i32,
     text_x: i32,
-    /// 0 is next to the plot.
+    /// Lane; 0 is next to the plot.
     lane: i32,
 }
 
-/// Places the labels above the plot, so that none lies on another and no line runs through one.
+/// Places the labels above the plot so that neither labels nor lines cross a label.
 ///
-/// An earlier label lies above the later ones that begin under it: lanes descend to the right like stairs.
+/// An earlier label is above later ones that begin below it: lanes descend to the right.
 fn lay_out_labels(
     marks: &[ChartMark],
     time_of: impl Fn(Timestamp) -> String,
@@ -508,8 +508,8 @@ const fn mark_colour(kind: MarkKind) -> RGBColor {
     }
 }
 
-/// A colour for each owner, as the page and `top` have them: the LLM has the first hue, others follow by name, and
-/// unaccounted memory is grey. Owners that share their first word share a hue: `llm weights`, `llm KV`.
+/// Returns a colour for each owner, as on the page and in `top`: the LLM has the first hue, others follow by name, and
+/// unaccounted memory is grey. Owners with the same first word share a hue: `llm weights`, `llm KV`.
 fn colours(owners: &[&str]) -> Vec<RGBColor> {
     let group_of = |owner: &&str| {
         owner
@@ -539,7 +539,7 @@ fn colours(owners: &[&str]) -> Vec<RGBColor> {
     owners.iter().map(colour).collect()
 }
 
-/// Each step goes a third of the way to white.
+/// Mixes a colour with white, a third of the way per step.
 fn lighter(colour: RGBColor, steps: u8) -> RGBColor {
     (0..steps.min(3)).fold(colour, |RGBColor(r, g, b), _| {
         let towards_white = |part: u8| part + (255 - part) / 3;
@@ -559,7 +559,6 @@ fn text_style(size: i32, colour: RGBColor) -> TextStyle<'static> {
 }
 
 trait Bold {
-    /// The same in bold.
     fn font_bold(self) -> Self;
 }
 
@@ -570,13 +569,13 @@ impl Bold for TextStyle<'_> {
     }
 }
 
-/// `12.3 s`.
+/// Formats `12.3 s`.
 fn seconds(at: Timestamp) -> String {
     let tenths = (at.as_micros() + 50_000) / 100_000;
     format!("{}.{} s", tenths / 10, tenths % 10)
 }
 
-/// At most `max` characters, the last of them an ellipsis where something is left out.
+/// Truncates to at most `max` characters, with an ellipsis if text is omitted.
 pub(super) fn clipped(text: &str, max: usize) -> String {
     if text.chars().count() <= max {
         return text.to_owned();
@@ -587,12 +586,12 @@ pub(super) fn clipped(text: &str, max: usize) -> String {
     clipped
 }
 
-/// Width of a label, on the safe side for common fonts.
+/// Estimates the width of a label, as an upper bound for common fonts.
 fn text_width(text: &str) -> i32 {
     i32::try_from(text.chars().count()).unwrap_or(0) * LABEL_CHAR_WIDTH_TENTHS / 10
 }
 
-/// Distance of the horizontal lines: a power of two, so that about four to eight of them fit.
+/// Returns the distance of horizontal lines: a power of two that gives about four to eight of them.
 pub(super) fn mib_step(most: Bytes) -> Bytes {
     let mut step = Bytes::from_mib(1);
     while step.saturating_mul(8) < most {
@@ -601,7 +600,7 @@ pub(super) fn mib_step(most: Bytes) -> Bytes {
     step
 }
 
-/// Distance of the times below: a round number, so that about six to twelve of them fit.
+/// Returns the distance of time labels: a round number that gives about six to twelve of them.
 pub(super) fn second_step(span: u64) -> u64 {
     const ROUND: [u64; 16] = [
         1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200,
@@ -612,7 +611,7 @@ pub(super) fn second_step(span: u64) -> u64 {
         .unwrap_or_else(|| (span / 12).max(1))
 }
 
-// Pixels of the picture, chosen by eye for the width of a README.
+// Size of the picture in pixels, chosen by eye for the width of a README.
 const PICTURE_WIDTH: u32 = 1120;
 const PICTURE_RIGHT: i32 = 1112;
 const PLOT_LEFT: i32 = 84;
@@ -627,7 +626,7 @@ const LABEL_CHARS: usize = 64;
 const LABEL_CHAR_WIDTH_TENTHS: i32 = 68;
 const LEGEND_LINE: i32 = 20;
 const LEGEND_CHARS: usize = 18;
-// The SVG backend divides sizes by 1.24.
+// Text sizes, which the SVG backend divides by 1.24.
 const TITLE_SIZE: i32 = 24;
 const TEXT_SIZE: i32 = 16;
 const SMALL_SIZE: i32 = 15;
@@ -641,7 +640,7 @@ const BUDGET: RGBColor = RGBColor(201, 42, 42);
 /// Owner of memory without a lease.
 pub(super) const UNACCOUNTED: &str = "unaccounted";
 const UNHELD: RGBColor = RGBColor(138, 147, 166);
-/// Different in hue and in brightness, so that they differ in print and to most colour-blind eyes. Those of
+/// Hues with different brightness, distinguishable in print and with most colour blindness; equal to those of
 /// `http/page.html`.
 const HUES: [RGBColor; 8] = [
     RGBColor(59, 111, 212),
@@ -658,7 +657,7 @@ const HUES: [RGBColor; 8] = [
 pub(super) mod tests {
     use super::*;
 
-    /// A run as the demo has it: two workers, the LLM, and a neighbour that comes and goes.
+    /// Returns a run like that of the demo: two workers, the LLM, and a temporary neighbour.
     pub(crate) fn sample() -> Chart {
         let mib = |weights, kv, asr, tts, neighbour| {
             [

@@ -34,10 +34,9 @@ use cotenant_worker::{
     preflight::{Found, MachineFacts, Severity, preflight},
 };
 
-/// How long the disk is read.
 const DISK_TIME: Duration = Duration::from_secs(1);
 
-/// How many neighbours are shown: those that matter for a budget are few.
+/// Neighbours shown: only a few matter for a budget.
 const NEIGHBOURS: usize = 5;
 
 /// Settings of the check.
@@ -73,8 +72,8 @@ pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// The device's capabilities, and its losses of memory or speed. `read` is a file of the live machine, whose disk is
-/// measured.
+/// Prints the device's capabilities, and its losses of memory or speed. `read` is a file of the live machine, whose
+/// disk is measured.
 fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     sheet.section("machine", "this machine");
     let found = if root.is_live() {
@@ -137,7 +136,7 @@ fn print_disk(sheet: &mut Sheet, file: Option<&Path>) {
     }
 }
 
-/// Prints versions beside those for the board's L4T, and the confinement of a running supervisor.
+/// Prints versions next to those expected for the board's L4T, and the confinement of a running supervisor.
 fn print_software(sheet: &mut Sheet, root: &ProbeRoot) {
     let versions = audit::versions(root);
     if !versions.is_empty() {
@@ -155,15 +154,15 @@ fn print_software(sheet: &mut Sheet, root: &ProbeRoot) {
     }
 }
 
-/// A model whose speed here is known or assumed.
+/// Model whose speed on this machine is known or assumed.
 struct Served<'a> {
     name: &'a str,
-    /// Tokens of an answer per second, in thousandths, with all layers resident and with all of them streamed.
+    /// Answer tokens per second, in thousandths, with all layers resident and with all streamed.
     milli_tokens_per_s: [u64; 2],
 }
 
 impl Served<'_> {
-    /// Loss of this model in thousandths of a token per second.
+    /// Returns the loss of this model in thousandths of a token per second.
     fn loses(&self, cost: audit::Cost) -> Option<u64> {
         let [resident, streamed] = self.milli_tokens_per_s;
         let (speed, percent) = match cost {
@@ -175,7 +174,7 @@ impl Served<'_> {
     }
 }
 
-/// Prints the findings of the audit; returns how many of them are warnings.
+/// Prints the findings of the audit; returns the number of warnings.
 fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) -> usize {
     let findings = audit::audit(root);
     if !findings.is_empty() {
@@ -211,7 +210,6 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) 
     findings.iter().filter(is_warning).count()
 }
 
-/// Looks at everything; returns the exit code.
 fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let path = args.config.path();
     let config = match config::load(&path) {
@@ -225,7 +223,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let root = ProbeRoot::default();
     let host = Host::read();
     let mut found = preflight(&config.workers, &machine_facts(&config, &host));
-    // Reported with its worker, below.
+    // Reported with its worker below.
     found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
     sheet.line(&format!(
@@ -388,7 +386,7 @@ fn machine_facts(config: &Config, host: &Host) -> MachineFacts {
         .any(|worker| worker.confinement.memory.is_some());
     let groups = Groups::look(&ProbeRoot::default());
     MachineFacts {
-        // The allocator of a Jetson's GPU, which has the memory of the processor.
+        // GPU allocator of a Jetson, which shares the processor's memory.
         unified: nvmap.exists(),
         lock_limit: host.lock_limit,
         no_groups: groups.describe().err().filter(|_| limited),
@@ -399,7 +397,7 @@ fn machine_facts(config: &Config, host: &Host) -> MachineFacts {
     }
 }
 
-/// Prints findings: faults end the check with the exit code for an invalid configuration, warnings do not.
+/// Prints findings: faults lead to the exit code for an invalid configuration, warnings do not.
 fn print_found(sheet: &mut Sheet, found: &[Found]) {
     if !found.is_empty() {
         sheet.section("findings", "before the start");
@@ -444,7 +442,7 @@ fn inspect(sheet: &mut Sheet, config: &Config) -> Result<Option<Inspected>, u8> 
     }
 }
 
-/// The models in the folder of a file that is not there.
+/// Lists the models in the folder of a missing file.
 fn models_beside(path: &Path) -> Option<String> {
     let folder = path.parent().filter(|_| !path.exists())?;
     let Ok(entries) = std::fs::read_dir(folder) else {
@@ -524,7 +522,7 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     );
 }
 
-/// Prints learned peaks, which override the configuration.
+/// Prints learned peaks, which take precedence over the configuration.
 fn print_peaks(sheet: &mut Sheet, config: &Config) {
     match learned_peaks(&config.state_dir) {
         Ok(peaks) => {
@@ -547,7 +545,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
                 );
             }
         }
-        // The supervisor's own user reads them.
+        // The supervisor's own user can read them.
         Err(error) if error.is_denied() => {
             sheet.line("learned peaks: only root and the supervisor's user may read them");
         }
@@ -555,7 +553,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
     }
 }
 
-/// Prints the demand of each holder; `false` when it cannot be met.
+/// Prints the demand of each holder; `false` if it cannot be met.
 fn print_tenants(
     sheet: &mut Sheet,
     config: &Config,
@@ -567,10 +565,10 @@ fn print_tenants(
     let mut sum = Bytes::ZERO;
     let mut floors = Bytes::ZERO;
     let mut elastic = Bytes::ZERO;
-    // A file that cannot be read is reported with the peaks.
+    // An unreadable file is reported with the peaks.
     let learned = learned_peaks(&config.state_dir).unwrap_or_default();
     for worker in &config.workers {
-        // It starts with the first of its variants, and can become the largest.
+        // It starts with its first variant, and may switch to the largest.
         let largest = worker
             .memory
             .variants
@@ -674,7 +672,7 @@ fn print_tenants(
     true
 }
 
-/// The model in a few words.
+/// Describes the model in a few words.
 fn what_it_is(model: &Inspected) -> String {
     let shape = &model.shape;
     let mut words = format!("{} on {} layers", shape.architecture, shape.layer_count());
@@ -698,7 +696,7 @@ fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {
     })
 }
 
-/// Output: line by line for people, or one document.
+/// Output: lines for people, or one document.
 struct Sheet {
     output: Output,
     document: Map<String, Value>,
@@ -733,7 +731,7 @@ impl Sheet {
         self.entry(&[line], value);
     }
 
-    /// One thing of a section, in lines for people and as a value for programs.
+    /// Adds an entry of a section, as lines for people and as a value for programs.
     fn entry(&mut self, lines: &[String], value: Value) {
         for line in lines {
             self.print(&format!("  {line}"));
@@ -743,7 +741,7 @@ impl Sheet {
         }
     }
 
-    /// Sets the verdict; the last one counts, and is the last line.
+    /// Sets the verdict, which is the last line; a later one replaces it.
     fn verdict(&mut self, text: &str) {
         self.verdict = text.to_owned();
     }

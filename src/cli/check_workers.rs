@@ -14,7 +14,7 @@ use cotenant_worker::{
     spec::Readiness,
 };
 
-/// Facts about one worker before it is started.
+/// Facts about a worker before its start.
 pub(super) struct WorkerCheck {
     name: String,
     argv: Vec<String>,
@@ -22,13 +22,13 @@ pub(super) struct WorkerCheck {
     endpoint: Option<String>,
     ready: String,
     confinement: Vec<String>,
-    /// Conditions that may pass before it is started: a port that another process has now.
+    /// Conditions that may change before it is started: a port in use by another process.
     pub(super) warnings: Vec<String>,
     /// Reasons that would prevent its start.
     pub(super) problems: Vec<String>,
 }
 
-/// Looks at all workers of a configuration, and starts none.
+/// Checks all workers of a configuration without starting any.
 pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
     let groups = Groups::look(&ProbeRoot::default());
     config
@@ -98,7 +98,6 @@ fn readiness(readiness: &Readiness) -> String {
 }
 
 impl WorkerCheck {
-    /// For people.
     pub(super) fn lines(&self) -> Vec<String> {
         let place = self.endpoint.as_deref().unwrap_or("nowhere");
         let mut lines = vec![format!(
@@ -130,7 +129,6 @@ impl WorkerCheck {
         lines
     }
 
-    /// For programs.
     pub(super) fn json(&self) -> Value {
         json!({
             "name": self.name,

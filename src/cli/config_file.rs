@@ -14,7 +14,6 @@ pub(crate) struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// The path that was named, or the default.
     pub(super) fn path(&self) -> PathBuf {
         let named = self.file.as_ref().or(self.config.as_ref()).cloned();
         named

@@ -36,7 +36,7 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
         match print(global, events, &mut client, &mut seen).await {
             Ok(()) if !events.follow => return Ok(()),
             Err(error) if !events.follow || !error.is_gone() => return Err(error),
-            // The supervisor has ended; its successor is followed.
+            // The supervisor has ended: follow its successor.
             Ok(()) | Err(_) => {}
         }
         eprintln!("the supervisor has gone; waiting for the next one");
@@ -50,13 +50,13 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
     }
 }
 
-/// The last line that was printed, and the run that it is of.
+/// Last printed line, and its run.
 struct Seen {
     sequence: u64,
     boot_id: String,
 }
 
-/// How often a supervisor that has gone is looked for. Our choice: systemd restarts it after a second.
+/// Polling interval for a successor. Our choice: systemd restarts the supervisor after a second.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 async fn print(
@@ -82,12 +82,12 @@ async fn print(
         };
         (seen.sequence, seen.boot_id) = (entry.sequence, entry.boot_id.clone());
         match global.output {
-            // The answer to a request repeats the decision before it, for the client alone.
+            // The answer to a request repeats the preceding decision, for the client only.
             Output::Table
                 if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}
             Output::Table => output::write(&show::entry_text(&entry))?,
             Output::Ndjson => output::write_json(global.output, &json::entry(&entry))?,
-            // One document cannot be written piece by piece; with --follow it would never end.
+            // One document cannot be written incrementally; with --follow it would never end.
             Output::Json if events.follow => {
                 output::write_json(Output::Ndjson, &json::entry(&entry))?;
             }

@@ -1,4 +1,4 @@
-//! Exit codes, and their derivation from errors.
+//! Exit codes and their derivation from errors.
 //!
 //! | code | all commands | `health` |
 //! |---|---|---|
@@ -6,12 +6,12 @@
 //! | 1 | failed | bad arguments |
 //! | 2 | bad arguments | cannot connect |
 //! | 3 | the supervisor cannot be reached | the call failed |
-//! | 4 | reached, and refused or unhealthy | not serving |
+//! | 4 | reached, but refused or unhealthy | not serving |
 //! | 5 | `drain --wait`: answers still run | |
-//! | 70 | the control loop of `serve` stood still | |
+//! | 70 | the control loop of `serve` stalled | |
 //! | 78 | bad configuration, also of `reload` | |
 //!
-//! `health` follows `grpc_health_probe`, so that it can replace it.
+//! `health` follows `grpc_health_probe`, which it can replace.
 
 use std::{borrow::Cow, error::Error, io, process::ExitCode, time::Duration};
 
@@ -26,13 +26,13 @@ use cotenant_units::{TimeSpan, causes::in_one_line};
 pub const OK: u8 = 0;
 /// Failed.
 pub const FAILED: u8 = 1;
-/// Bad arguments; clap's own choice.
+/// Bad arguments; clap's code.
 pub const USAGE: u8 = 2;
 /// The supervisor cannot be reached.
 pub const UNREACHABLE: u8 = 3;
-/// The supervisor was reached, and refused or is unhealthy.
+/// The supervisor was reached, but refused or is unhealthy.
 pub const REFUSED: u8 = 4;
-/// The time of a drain is over, and answers still run.
+/// The time limit of a drain has passed, and answers still run.
 pub const STILL_RUNNING: u8 = 5;
 /// Bad configuration (`EX_CONFIG` of sysexits.h); systemd does not restart after it.
 pub const CONFIG: u8 = 78;
@@ -51,19 +51,19 @@ pub mod health {
     pub const NOT_SERVING: u8 = 4;
 }
 
-/// Why a command failed.
+/// Reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// The supervisor cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// The supervisor refused, or did not answer.
+    /// The supervisor refused the call, or did not answer.
     #[error("{}", call_text(.0))]
     Call(#[from] Status),
     /// Another failure; the message describes it.
     #[error("{act}")]
     Failed {
-        /// `cannot read `journal.ndjson``.
+        /// The failed action: `read `journal.ndjson``.
         act: String,
         /// The cause.
         #[source]
@@ -73,21 +73,21 @@ pub enum CliError {
         /// The exit code.
         code: u8,
     },
-    /// The time of a drain is over.
+    /// The time limit of a drain has passed.
     #[error("not drained within {}; answers that still run: {answers}", TimeSpan(*.within))]
     StillRunning {
-        /// How many.
+        /// Number of running answers.
         answers: u32,
-        /// That time.
+        /// The time limit.
         within: Duration,
     },
-    /// The reader of our output has gone away, which is no fault.
+    /// The reader of our output is gone, which is not a fault.
     #[error("the reader of the output has gone away")]
     OutputClosed,
 }
 
 impl CliError {
-    /// A failure of `act` with its cause.
+    /// Creates a failure of `act` with its cause.
     pub fn failed(act: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
         Self::Failed {
             act: act.into(),
@@ -97,7 +97,7 @@ impl CliError {
         }
     }
 
-    /// A failure that needs no cause.
+    /// Creates a failure without a cause.
     pub fn plain(act: impl Into<String>, code: u8) -> Self {
         Self::Failed {
             act: act.into(),
@@ -107,7 +107,7 @@ impl CliError {
         }
     }
 
-    /// The same failure with its remedy. Failures of calls and connections have their own.
+    /// Adds a remedy, except to failures of calls and connections, which have their own.
     #[must_use]
     pub fn with_hint(mut self, remedy: impl Into<Option<String>>) -> Self {
         if let Self::Failed { hint, .. } = &mut self {
@@ -116,7 +116,7 @@ impl CliError {
         self
     }
 
-    /// The same failure with another exit code. Calls and connections have their own.
+    /// Sets the exit code, except for calls and connections, which have their own.
     #[must_use]
     pub fn with_code(mut self, exit: u8) -> Self {
         if let Self::Failed { code, .. } = &mut self {
@@ -125,8 +125,8 @@ impl CliError {
         self
     }
 
-    /// A failed call to another machine. If the connection broke off before the alert of a refused certificate was
-    /// read, that is the likely reason.
+    /// Creates a failure of a call to another machine. If the connection broke before the alert of a refused
+    /// certificate was read, that is the likely reason.
     pub(super) fn of_remote(status: Status) -> Self {
         if refused_certificate(&status).is_some() || !broken(&status) {
             return Self::Call(status);
@@ -139,7 +139,7 @@ impl CliError {
         .with_code(REFUSED)
     }
 
-    /// Whether the supervisor is gone, or about to end.
+    /// Returns whether the supervisor is gone, or about to exit.
     pub(super) fn is_gone(&self) -> bool {
         match self {
             Self::Call(status) if reason(status).as_deref() == Some("STOPPING") => true,
@@ -147,7 +147,7 @@ impl CliError {
         }
     }
 
-    /// The exit code.
+    /// Returns the exit code.
     #[must_use]
     pub fn code(&self) -> u8 {
         match self {
@@ -155,7 +155,7 @@ impl CliError {
             Self::Call(status) if refused_certificate(status).is_some() => REFUSED,
             Self::Connect(_) => UNREACHABLE,
             Self::Call(status) if !is_ours(status) => match status.code() {
-                // The transport's own error: the connection broke, or timed out.
+                // Error of the transport: the connection broke, or timed out.
                 Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled => UNREACHABLE,
                 Code::Internal | Code::Unknown if broken(status) => UNREACHABLE,
                 Code::Internal | Code::Unknown | Code::DataLoss => FAILED,
@@ -170,7 +170,7 @@ impl CliError {
         }
     }
 
-    /// The remedy, if there is one to name.
+    /// Returns the remedy, if known.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -188,7 +188,7 @@ impl CliError {
         }
     }
 
-    /// The error, its causes and the remedy as one JSON document.
+    /// Renders the error, its causes and the remedy as one JSON document.
     fn to_json(&self) -> Value {
         let mut causes = Vec::new();
         let mut cause = self.source().filter(|_| !matches!(self, Self::Call(_)));
@@ -214,7 +214,7 @@ impl CliError {
             eprintln!("{}", self.to_json());
         } else if !matches!(self, Self::OutputClosed) {
             eprintln!("error: {}", escaped(&self.to_string()));
-            // A transparent or call error has its own text; its causes follow here.
+            // A transparent error or a call error has its own text; its causes follow here.
             let mut cause = self.source();
             while let Some(error) = cause {
                 if !matches!(self, Self::Call(_)) {
@@ -231,7 +231,7 @@ impl CliError {
 }
 
 impl From<io::Error> for CliError {
-    /// A fault of writing the output.
+    /// Converts a failure of writing the output.
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Self::OutputClosed,
@@ -240,19 +240,19 @@ impl From<io::Error> for CliError {
     }
 }
 
-/// Whether the connection broke off in the middle of a response: then the transport has a cause to name.
+/// Returns whether the connection broke during a response, in which case the transport has a cause.
 fn broken(status: &Status) -> bool {
     !is_ours(status) && status.source().is_some()
 }
 
-/// The reason why the other side refuses our certificate, if that broke the connection. Under TLS 1.3 the first call
-/// reveals it.
+/// Returns why the other side refuses our certificate, if that broke the connection. With TLS 1.3, the first call shows
+/// it.
 fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
     let mut next = Some(error);
     while let Some(error) = next {
         let text = error.to_string();
         if let Some((_, alert)) = text.rsplit_once("received fatal alert: ") {
-            // A status writes its source with quotation marks and brackets behind the name.
+            // A status prints its source in quotation marks and brackets after the name.
             return Some(
                 match alert
                     .split(|c: char| !c.is_ascii_alphanumeric())
@@ -290,7 +290,7 @@ fn call_text(status: &Status) -> String {
         Code::Unimplemented => {
             "the supervisor does not serve this call at this endpoint".to_owned()
         }
-        // Over TLS a connection that breaks off may leave a status without a word.
+        // Over TLS, a broken connection may leave a status without a message.
         code if status.message().is_empty() => {
             let cause = status
                 .source()
@@ -305,7 +305,7 @@ fn call_text(status: &Status) -> String {
     }
 }
 
-/// Whether the status comes from the supervisor itself rather than the transport.
+/// Returns whether the status comes from the supervisor rather than the transport.
 fn is_ours(status: &Status) -> bool {
     status
         .get_details_error_info()
@@ -316,7 +316,7 @@ fn reason(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
 }
 
-/// Figures of a refusal: object, values, limits. Numbers are numbers; null without any.
+/// Returns the figures of a refusal: object, values, limits. Numbers are JSON numbers; null without any.
 fn figures(status: &Status) -> Value {
     let info = status.get_details_error_info().map(|info| info.metadata);
     let figure = |text: String| text.parse::<u64>().map_or(Value::String(text), Value::from);
@@ -337,7 +337,7 @@ fn figures(status: &Status) -> Value {
     }
 }
 
-/// The remedy that the supervisor names.
+/// Returns the remedy sent by the supervisor.
 fn remedy(status: &Status) -> Option<String> {
     status.get_details_error_info()?.metadata.remove("hint")
 }
@@ -366,10 +366,10 @@ fn call_hint(status: &Status) -> Option<String> {
     }
 }
 
-/// Text with every control character escaped that a terminal would obey: others may have written it.
+/// Escapes control characters that a terminal would interpret, since the text may come from others.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
-    // Characters that change the direction of text hide the content of a line.
+    // Characters that change the text direction can hide the content of a line.
     let turns = |char| matches!(char, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t') || turns(char);
     if !text.contains(is_obeyed) {

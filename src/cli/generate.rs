@@ -103,7 +103,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
         }),
     };
     let mut client = LlmServiceClient::new(global.connect().await?);
-    // No deadline: the first piece may have to wait for a load, and the text is as long as it is.
+    // No deadline: the first piece may have to wait for a load, and the duration of the text is unknown.
     let mut stream = client.generate(request).await?.into_inner();
     let (mut answer, mut seed) = (String::new(), 0);
     while let Some(response) = stream.message().await? {

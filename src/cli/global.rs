@@ -1,4 +1,4 @@
-//! Options of all commands, and calls to the supervisor under them.
+//! Options of all commands, and calls to the supervisor with them.
 
 use std::{fs, io, path::PathBuf, time::Duration};
 
@@ -47,12 +47,11 @@ pub struct Global {
 const GLOBAL: &str = "Global options";
 
 impl Global {
-    /// The socket that was named, or the default.
     fn endpoint(&self) -> Result<Endpoint, CliError> {
         if let Some(endpoint) = &self.endpoint {
             return Ok(endpoint.clone());
         }
-        // clap would name an option from the environment as a part of the usage.
+        // With clap's own support, an option from the environment would appear in usage errors.
         let named =
             std::env::var("COTENANT_ENDPOINT").unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
         named.parse().map_err(|error| {
@@ -60,7 +59,6 @@ impl Global {
         })
     }
 
-    /// Connects to the supervisor.
     pub(super) async fn connect(&self) -> Result<Channel, CliError> {
         let endpoint = match self.endpoint()? {
             Endpoint::Tls(url, _) => Endpoint::Tls(url, self.identification()?),
@@ -72,7 +70,7 @@ impl Global {
         }
     }
 
-    /// Certificates of both sides of a TLS connection, if configured.
+    /// Returns the certificates of both sides of a TLS connection, if configured.
     fn identification(&self) -> Result<Option<Identification>, CliError> {
         let (Some(cert), Some(key), Some(ca)) = (&self.cert, &self.key, &self.ca) else {
             return Ok(None);
@@ -89,19 +87,19 @@ impl Global {
         }))
     }
 
-    /// A request with the deadline of `--timeout`.
+    /// Returns a request with the deadline of `--timeout`.
     pub(super) fn request<T>(&self, message: T) -> tonic::Request<T> {
         let mut request = tonic::Request::new(message);
         request.set_timeout(self.timeout);
         request
     }
 
-    /// A call with the deadline of `--timeout`, kept here too in case the supervisor hangs.
+    /// Makes a call with the deadline of `--timeout`, also enforced locally in case the supervisor hangs.
     pub(super) async fn call<T>(
         &self,
         call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     ) -> Result<T, CliError> {
-        // The supervisor's own answer to a deadline has a reason; it gets the time to arrive.
+        // The supervisor's own answer to a deadline contains a reason, so wait slightly longer for it.
         match tokio::time::timeout(self.timeout + ANSWER_GRACE, call).await {
             Ok(Err(status)) if matches!(self.endpoint(), Ok(Endpoint::Tls(..))) => {
                 Err(CliError::of_remote(status))
@@ -123,13 +121,11 @@ impl Global {
     }
 }
 
-/// Default address of the supervisor.
 const DEFAULT_ENDPOINT: &str = "unix:///run/cotenant/cotenant.sock";
 
-/// How much longer than the deadline a call may take (our choice).
+/// Time by which a call may exceed its deadline (our choice).
 pub(super) const ANSWER_GRACE: Duration = Duration::from_millis(200);
 
-/// A runtime for one command.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -37,7 +37,6 @@ pub struct Health {
     wait: bool,
 }
 
-/// Outcome of the query.
 enum Found {
     Status(ServingStatus),
     Unreachable(CliError),
@@ -106,7 +105,7 @@ async fn ask(global: &Global, service: &str) -> Found {
     }
 }
 
-/// The services of the supervisor; its workers by name, where this user may see them.
+/// Lists the services of the supervisor, and its workers if visible to this user.
 async fn services(global: &Global, mut operator: OperatorServiceClient<Channel>) -> String {
     let mut names = ["engine", "pressure", "reboot"]
         .map(|part| format!("`cotenant.{part}`"))
@@ -126,5 +125,5 @@ async fn services(global: &Global, mut operator: OperatorServiceClient<Channel>)
     names.join(", ")
 }
 
-/// Pause between two questions of --wait (our choice).
+/// Polling interval of --wait (our choice).
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);

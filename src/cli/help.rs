@@ -1,10 +1,10 @@
-//! Grouped list of commands: clap lists them in one.
+//! Grouped list of commands, which clap itself does not support.
 
 use std::fmt::Write as _;
 
 use clap::Command;
 
-/// The groups, and the commands of each in the order in which they are shown.
+/// Groups, with the commands of each in display order.
 const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
     ("Plan", &["check", "plan", "catalogue", "calibrate"]),
@@ -26,7 +26,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Measure", &["bench"]),
 ];
 
-/// The command with its subcommands listed in groups, and the help in place of an error when there are no arguments.
+/// Lists subcommands in groups, and shows the help instead of an error if there are no arguments.
 pub(super) fn grouped(command: Command) -> Command {
     let mut list = String::new();
     for (group, names) in GROUPS {

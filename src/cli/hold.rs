@@ -1,11 +1,11 @@
 //! `cotenant hold`: a lease for a program without lease support.
 //!
 //! The program is notified of memory pressure by a FIFO in `$MEMORY_PRESSURE_WATCH`, as by systemd, and its memory is
-//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or without a
-//! supervisor for a term) the program is ended too, before the term is over: memory without a lease may not be used.
+//! measured like the supervisor measures it. When the lease ends (by the supervisor, or after a term without one), the
+//! program is ended before its term expires, since memory may not be used without a lease.
 //!
-//! A target is answered only after the program has read the notification: before that it may fill its lease in the next
-//! moment, however little it uses now.
+//! A target is confirmed only after the program has read the notification: before that, it may fill its lease at any
+//! time, even if it uses little now.
 
 use std::{
     collections::VecDeque,
@@ -194,24 +194,21 @@ async fn create(
     lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
 }
 
-/// Why it is over.
 enum Over {
     Ended(String),
     Exited(ExitStatus),
     Interrupted(u8),
 }
 
-/// Next event.
 enum Next {
     Exited(ExitStatus),
     Heard(Box<Result<Option<HoldLeaseResponse>, Status>>),
     Time,
 }
 
-/// A target that is to be answered.
 struct Due {
     target: Target,
-    /// Whether the answer was already sent on this stream. It is not repeated: each one gets two responses.
+    /// Whether the target was answered on this stream. Answers are not repeated, since each causes two responses.
     said: bool,
 }
 
@@ -219,17 +216,16 @@ struct Keeper {
     say: Say,
     lease: Lease,
     term: Duration,
-    /// Sending time of the message behind the last confirmed renewal: the term runs no earlier than from then.
+    /// Sending time of the last confirmed renewal: the term starts no earlier.
     heard: Instant,
-    /// When the messages of this stream were sent that have not been answered so.
+    /// Sending times of unconfirmed renewals on this stream.
     sent: VecDeque<Instant>,
-    /// The target that we have not come down to yet.
     due: Option<Due>,
     program: Option<Program>,
 }
 
 impl Keeper {
-    /// Keeps the lease until it is over, through losses of the stream and restarts of the supervisor.
+    /// Keeps the lease until it ends, across losses of the stream and restarts of the supervisor.
     async fn keep(
         &mut self,
         leases: &mut LeaseServiceClient<tonic::transport::Channel>,
@@ -238,7 +234,7 @@ impl Keeper {
             let (say, said) = mpsc::channel(ANSWERS_MAX);
             self.sent.clear();
             self.send(&say, self.message());
-            // A supervisor that is there and does not answer is as good as away.
+            // A supervisor that does not answer is treated as absent.
             match tokio::time::timeout(self.left(), leases.hold_lease(ReceiverStream::new(said)))
                 .await
             {
@@ -272,7 +268,7 @@ impl Keeper {
         }
     }
 
-    /// Time left until the lease expires, without the time that the program has to end.
+    /// Returns the time left until the lease expires, minus the grace for the program.
     fn left(&self) -> Duration {
         let to_end = self
             .program
@@ -281,12 +277,12 @@ impl Keeper {
         self.of_term().saturating_sub(to_end)
     }
 
-    /// Time left of the term, as far as the supervisor has been heard.
+    /// Returns the time left of the term, as far as renewals are confirmed.
     fn of_term(&self) -> Duration {
         self.term.saturating_sub(self.heard.elapsed())
     }
 
-    /// Until something is to be looked at, whatever is heard.
+    /// Returns the time until the next check without a message.
     fn pause(&self, renew_at: Instant) -> Duration {
         let look = if self.due.is_some() {
             LOOK
@@ -299,7 +295,7 @@ impl Keeper {
             .min(self.left())
     }
 
-    /// Keeps the lease on one stream; `None` when that is lost.
+    /// Keeps the lease on one stream; `None` if that is lost.
     async fn listen(
         &mut self,
         say: &mpsc::Sender<HoldLeaseRequest>,
@@ -352,7 +348,7 @@ impl Keeper {
         }
     }
 
-    /// Handles a message of the supervisor; returns the reason if the lease is over.
+    /// Handles a message of the supervisor; returns the reason if the lease has ended.
     fn hear(&mut self, response: HoldLeaseResponse) -> Result<Option<String>, CliError> {
         match response.message {
             Some(Message::Renewed(lease)) => {
@@ -385,8 +381,8 @@ impl Keeper {
         Ok(None)
     }
 
-    /// Answers the pending target by the measured memory, once the program has read its notification: once that it is
-    /// not reached yet, and when it is.
+    /// Answers the pending target by the measured memory, once the program has read its notification: first that it is
+    /// not reached yet, if so, then that it is.
     fn answer(&mut self, say: &mpsc::Sender<HoldLeaseRequest>) -> Result<(), CliError> {
         let has_heard = self.program.as_ref().is_none_or(Program::has_heard);
         let Some(Due { target, said }) = self.due.take_if(|_| has_heard) else {
@@ -430,7 +426,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// A supervisor that does not read has some waiting, and is sent no more.
+    /// If the supervisor does not read, messages queue up, and further ones are dropped.
     fn send(&mut self, say: &mpsc::Sender<HoldLeaseRequest>, message: HoldLeaseRequest) {
         let now = Instant::now();
         if say.try_send(message).is_ok() {
@@ -447,7 +443,7 @@ impl Keeper {
         }
     }
 
-    /// Gives the lease back; one that cannot be ends with this process.
+    /// Releases the lease; if that fails, it ends with this process.
     async fn release(
         &self,
         global: &Global,
@@ -461,7 +457,7 @@ impl Keeper {
         let _ = global.call(leases.release_lease(release)).await;
     }
 
-    /// Ends the program, at the latest with the term: the lease is not renewed meanwhile.
+    /// Ends the program, at the latest with the term, since the lease is not renewed meanwhile.
     async fn end_program(&mut self) {
         let grace = GRACE.min(self.of_term());
         if let Some(program) = &mut self.program {
@@ -470,14 +466,13 @@ impl Keeper {
     }
 }
 
-/// The program under the lease.
 struct Program {
     child: Child,
-    /// Exit status, while other processes that it has started continue.
+    /// Exit status, while processes that it started continue.
     exited: Option<ExitStatus>,
-    /// Open for both directions, so that a reader neither waits for us nor sees an end.
+    /// Open in both directions, so that opening does not block and the reader sees no end of file.
     fifo: fs::File,
-    /// The FIFO's; goes with it.
+    /// Folder of the FIFO, removed on drop.
     _folder: TemporaryFolder,
 }
 
@@ -505,19 +500,19 @@ impl Program {
         })
     }
 
-    /// Tells it that memory is short. A full FIFO has notified it already.
+    /// Notifies it that memory is short. If the FIFO is full, it is already notified.
     fn tell(&self) {
         let _ = unistd::write(&self.fifo, b"\n");
     }
 
-    /// Whether it has read all notifications. A watcher of a FIFO reads it: it would stay readable otherwise.
+    /// Returns whether it has read all notifications. A watcher reads the FIFO, since it would stay readable otherwise.
     fn has_heard(&self) -> bool {
         let mut unread = [PollFd::new(self.fifo.as_fd(), PollFlags::POLLIN)];
         poll(&mut unread, PollTimeout::ZERO).is_ok_and(|unread| unread == 0)
     }
 
-    /// Waits until it and all that it has started have ended: the memory of those is in the lease too, wherever they
-    /// went. Returns how the program itself ended.
+    /// Waits until it and all processes that it started have ended, since their memory belongs to the lease. Returns
+    /// the program's own exit status.
     async fn ended(&mut self, say: &Say) -> std::io::Result<ExitStatus> {
         let status = match self.exited {
             Some(status) => status,
@@ -535,7 +530,7 @@ impl Program {
         Ok(status)
     }
 
-    /// How many processes there are that it has started; reaps those that have ended.
+    /// Returns the number of processes that it started; reaps ended ones.
     fn others(&self) -> usize {
         orphans::descendants(&ProbeRoot::default().proc, self.child.id())
     }
@@ -573,14 +568,14 @@ fn fifo(path: &Path) -> std::io::Result<fs::File> {
         .open(path)
 }
 
-/// Memory of this process and its descendants, as measured by the supervisor.
+/// Returns the memory of this process and its descendants, as measured by the supervisor.
 fn used() -> Option<Bytes> {
     let proc = ProbeRoot::default().proc;
     let table = ProcessTable::read(&proc).ok()?;
     Some(processes::sum(&proc, table.tree(std::process::id())).used)
 }
 
-/// Whether another stream would be refused in the same way.
+/// Returns whether another stream would be refused in the same way.
 fn is_final(status: &Status) -> bool {
     matches!(
         status.code(),
@@ -595,7 +590,7 @@ fn is_final(status: &Status) -> bool {
 fn code_of(status: ExitStatus) -> ExitCode {
     use std::os::unix::process::ExitStatusExt as _;
     let code = status.code().and_then(|code| u8::try_from(code).ok());
-    // As shells have it.
+    // As in shells.
     let signalled = || {
         status
             .signal()
@@ -650,7 +645,7 @@ impl Say {
         };
         if self.beside_a_program {
             use std::io::Write as _;
-            // The program continues, even when stderr is closed.
+            // The program continues even if stderr is closed.
             let _ = std::io::stderr()
                 .lock()
                 .write_all(exit::escaped(&line).as_bytes());
@@ -660,23 +655,22 @@ impl Say {
     }
 }
 
-/// Answers that wait for the supervisor to read.
+/// Bound of the queue of messages to the supervisor.
 const ANSWERS_MAX: usize = 8;
 
-/// Between two tries to reach the supervisor.
+/// Pause between attempts to reach the supervisor.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Between two measurements while a target is pending: a fifth of the time that a non-compliant holder has beyond its
-/// deadline (our choice).
+/// Interval of measurements while a target is pending: a fifth of the tolerance beyond a deadline (our choice).
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Between two checks whether the descendants of an ended program have ended too (our choice).
+/// Polling interval for the descendants of an ended program (our choice).
 const LOOK_FOR_OTHERS: Duration = Duration::from_millis(250);
 
-/// Between SIGTERM and SIGKILL, at most: the rest of the term may be less.
+/// Longest time between SIGTERM and SIGKILL; the rest of the term may be shorter.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Exit codes of a shell for a program that it does not find, or may not execute.
+/// Exit codes of a shell for a program that is not found, or not executable.
 const NOT_FOUND: u8 = 127;
 const NOT_EXECUTABLE: u8 = 126;
 
@@ -762,7 +756,7 @@ mod tests {
             said.try_recv().is_err(),
             "it uses little, and has not heard"
         );
-        // As the program would.
+        // Like the program.
         let program = keeper.program.as_ref().unwrap();
         assert_eq!((&program.fifo).read(&mut [0; 16]).unwrap(), 1);
         keeper.answer(&say).unwrap();
@@ -776,7 +770,7 @@ mod tests {
         let renew_at = Instant::now() + TERM / 3;
         let left = |keeper: &Keeper| (keeper.pause(renew_at), keeper.left());
         assert!(left(&keeper).0 > TERM / 4, "renewed in turn");
-        // The last that was heard is long ago: that is seen without the next renewal.
+        // The last message is long ago, which is noticed before the next renewal.
         keeper.heard = Instant::now()
             .checked_sub(TERM - GRACE - Duration::from_millis(10))
             .unwrap();

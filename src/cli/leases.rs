@@ -1,4 +1,4 @@
-//! `cotenant leases`: the table of leases, and the release of one.
+//! `cotenant leases`: list of leases, and release of one.
 
 use clap::{Args, Subcommand};
 use serde_json::json;
@@ -65,7 +65,7 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
     }
 }
 
-/// All leases, page by page.
+/// Returns all leases, page by page.
 async fn all(
     global: &Global,
     client: &mut LeaseServiceClient<Channel>,

@@ -1,7 +1,7 @@
 //! Command line: clients of a running daemon, and commands that need none.
 //!
-//! Data is written to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for
-//! each item; names are those of proto3 JSON, except that 64-bit integers are numbers. Environment variables read:
+//! Data is written to stdout and everything else to stderr. `--output json` writes one document, `ndjson` one line per
+//! item; names follow proto3 JSON, except that 64-bit integers are numbers. Environment variables read:
 //! `COTENANT_ENDPOINT`.
 
 mod ascii_chart;
@@ -147,7 +147,7 @@ pub enum Command {
     Bench(bench::Command),
 }
 
-/// Parses the arguments, runs the verb, and returns the exit code. `commit` is that of the build, or empty.
+/// Parses the arguments, runs the verb, and returns the exit code. `commit` is the commit of the build, or empty.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, commit: &'static str) -> ExitCode {
     build_name::set_commit(commit);
     let arguments: Vec<_> = arguments.into_iter().collect();
@@ -169,7 +169,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, commit: &'static str)
                 let text = text.trim_start_matches("error: ").trim();
                 return CliError::plain(text, code).report(true);
             }
-            // Help and version arrive here too, and are no fault. If they cannot be printed, nothing can be done.
+            // Includes help and version. A failure to print them cannot be reported.
             let _ = error.print();
             return ExitCode::from(code);
         }
@@ -244,12 +244,11 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
     }
 }
 
-/// A verb that needs no supervisor and is done.
+/// Completes a verb that needs no supervisor.
 fn done(result: Result<(), CliError>) -> Result<ExitCode, CliError> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-/// Runs a verb that talks to the supervisor.
 fn client(verb: impl Future<Output = Result<(), CliError>>) -> Result<ExitCode, CliError> {
     runtime()?.block_on(verb)?;
     Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! Man pages and completion scripts of the commands that are not hidden.
+//! Man pages and completion scripts of visible commands.
 
 use std::{
     fs::{self, OpenOptions},
@@ -11,7 +11,7 @@ use clap_mangen::roff::{Roff, bold, roman};
 
 use cotenant_telemetry::build_name;
 
-/// The command as shells complete it: without its hidden subcommands, which the generators do not leave out themselves.
+/// Returns the command for completion, without hidden subcommands, which the generators would include.
 pub(super) fn visible(command: &Command) -> Command {
     let subcommands = command.get_subcommands().filter(|one| !one.is_hide_set());
     Command::new("cotenant")
@@ -21,11 +21,11 @@ pub(super) fn visible(command: &Command) -> Command {
         .subcommands(subcommands.cloned())
 }
 
-/// Writes a page for each command into `folder`, with sections that clap lacks: exit status, environment, files,
+/// Writes a page for each command to `folder`, with sections that clap lacks: exit status, environment, files,
 /// examples.
 ///
 /// # Errors
-/// When a page cannot be written.
+/// If a page cannot be written.
 pub(super) fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
     let pages = pages(&command);
     clap_mangen::generate_to(command, folder)?;
@@ -40,7 +40,7 @@ pub(super) fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
     fs::write(path, whole)
 }
 
-/// The names of the pages below that of a command.
+/// Returns the names of the pages of a command's subcommands.
 fn pages(command: &Command) -> Vec<String> {
     let shown = command.get_subcommands().filter(|one| !one.is_hide_set());
     shown
@@ -81,7 +81,7 @@ fn sections(name: &str) -> Roff {
     page
 }
 
-/// As in `exit`.
+/// Descriptions of the codes in `exit`.
 const EXITS: &[(&str, &str)] = &[
     ("0", "done"),
     ("1", "failed"),
@@ -129,7 +129,7 @@ const FILES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Examples by command; those of no command stand in the page of the program.
+/// Examples by command; those without a command are on the page of the program.
 const EXAMPLES: &[(&str, &str)] = &[
     ("", "cotenant check /etc/cotenant/cotenant.yaml"),
     ("", "cotenant status"),

@@ -1,4 +1,4 @@
-//! `cotenant metrics`: figures of `/metrics`, also for node_exporter's textfile collector.
+//! `cotenant metrics`: contents of `/metrics`, also for node_exporter's textfile collector.
 
 use std::{
     fs::{self, File},
@@ -33,7 +33,7 @@ pub struct Metrics {
     textfile: Option<PathBuf>,
 }
 
-/// Reads the figures and writes them. If the supervisor does not respond, the file stays unchanged: node_exporter shows
+/// Reads the metrics and writes them. If the supervisor does not respond, the file stays unchanged: node_exporter shows
 /// its age.
 pub(super) fn run(global: &Global, args: &Metrics) -> Result<(), CliError> {
     let text = read(global, args)?;
@@ -81,7 +81,7 @@ fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
         .map_err(unreachable)
 }
 
-/// Replaces the file with the text. The temporary file has a name that the collector does not read (it takes `*.prom`).
+/// Replaces the file. The temporary file's name is ignored by the collector, which reads `*.prom`.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
@@ -92,13 +92,13 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
     });
     let done = written.and_then(|()| fs::rename(&new, path));
     if done.is_err() {
-        // A leftover is useless; the fault itself is reported.
+        // Remove the incomplete file; the original error is reported.
         let _ = fs::remove_file(&new);
     }
     done
 }
 
-/// Each figure, with its name and labels as one text.
+/// Returns each sample, with name and labels as one text.
 fn samples(text: &str) -> impl Iterator<Item = Value> {
     text.lines()
         .filter(|line| !line.starts_with('#'))
@@ -115,7 +115,7 @@ fn samples(text: &str) -> impl Iterator<Item = Value> {
         })
 }
 
-/// Our choice; all metrics of a large stack are some 100 KiB.
+/// Our choice: all metrics of a large stack take some 100 KiB.
 const TEXT_MAX: u64 = 8 << 20;
 
 #[cfg(test)]

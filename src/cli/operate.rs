@@ -1,4 +1,4 @@
-//! Operators' commands: `shed`, `regrow`, `load`, `reload`, `drain` and those for workers.
+//! Commands for operators: `shed`, `regrow`, `load`, `reload`, `drain`, and those for workers.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +59,6 @@ pub struct Resize {
     wait: Duration,
 }
 
-/// Commands for a worker.
 #[derive(Clone, Copy)]
 pub(super) enum Control {
     Recycle,
@@ -156,7 +155,7 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
     output::write_done(global.output, &message, loaded(state, took))
 }
 
-/// Outcome of a load, for programs.
+/// Returns the result of a load, for programs.
 fn loaded(state: EngineState, took: Option<Duration>) -> Value {
     json!({
         "state": state.as_str_name(),
@@ -164,7 +163,6 @@ fn loaded(state: EngineState, took: Option<Duration>) -> Value {
     })
 }
 
-/// The LLM as it is now.
 async fn engine(
     global: &Global,
     client: &mut OperatorServiceClient<Channel>,
@@ -174,7 +172,7 @@ async fn engine(
     Ok(status.engine.unwrap_or_default())
 }
 
-/// Bytes read and total, rate, and remaining time at that rate.
+/// Renders bytes read and total, rate, and remaining time at that rate.
 fn reading(read: u64, whole: u64, took: Duration) -> String {
     let mut text = format!("{} of {}", Bytes::new(read), Bytes::new(whole));
     let rate = u128::from(read) * 1000 / took.as_millis().max(1);
@@ -193,7 +191,7 @@ fn in_tenths(time: Duration) -> Duration {
     Duration::from_millis(u64::try_from(time.as_millis() / 100 * 100).unwrap_or(u64::MAX))
 }
 
-/// Between two looks at a load (our choice: seen to move, at no cost).
+/// Polling interval of a load (our choice: visible progress at no cost).
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
@@ -265,11 +263,11 @@ pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError>
     }
 }
 
-/// Looks in a row without a running answer after which a drain is over. Our choice: the last bytes of an answer leave the daemon
-/// in the time between two looks.
+/// Consecutive looks without a running answer after which a drain is complete. Our choice: the last bytes of an answer
+/// leave the daemon between two looks.
 const QUIET_LOOKS: u32 = 2;
 
-/// The shortest pause between two looks, near the end of the time.
+/// Shortest polling interval, near the time limit.
 const LOOK_AGAIN_LEAST: Duration = Duration::from_millis(10);
 
 pub(super) async fn control(

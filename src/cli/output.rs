@@ -24,7 +24,7 @@ pub enum Output {
     Ndjson,
 }
 
-/// Whether arguments that could not be parsed request JSON.
+/// Returns whether unparsable arguments request JSON.
 pub(super) fn is_for_programs(arguments: &[&str]) -> bool {
     let asks = |value: &str| matches!(value, "json" | "ndjson");
     arguments
@@ -43,12 +43,12 @@ pub(super) fn is_for_programs(arguments: &[&str]) -> bool {
 /// may contain terminal sequences.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub fn write(text: &str) -> Result<(), CliError> {
     write_raw(&escaped(text))
 }
 
-/// So many of something: `1 fault`, `2 faults`.
+/// Formats a count with its noun: `1 fault`, `2 faults`.
 #[must_use]
 pub fn counted(count: usize, noun: &str) -> String {
     match count {
@@ -64,7 +64,7 @@ fn write_raw(text: &str) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The same document with keys in the form of proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
+/// Converts keys to the form of proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
 #[must_use]
 pub(super) fn camel_case(value: Value) -> Value {
     match value {
@@ -86,7 +86,7 @@ pub fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
     write_raw(&text)
 }
 
-/// Writes values: as text, as one list for `json`, or one on a line for `ndjson`.
+/// Writes values: as text, as one list for `json`, or one per line for `ndjson`.
 pub(super) fn write_list(
     output: Output,
     mut values: impl Iterator<Item = Value>,
@@ -113,7 +113,7 @@ pub(super) fn read_journal(path: &Path, act: impl Into<String>) -> Result<Conten
 /// Writes a report, as text or as JSON.
 ///
 /// # Errors
-/// When stdout cannot be written to.
+/// If stdout cannot be written.
 pub fn write_report(
     output: Output,
     report: &impl Serialize,
@@ -129,7 +129,7 @@ pub fn write_report(
     }
 }
 
-/// Writes an outcome: in words, or as an object with the words as `message` and the known values.
+/// Writes a result: as text, or as an object with the text as `message` and the known values.
 pub(super) fn write_done(output: Output, message: &str, mut known: Value) -> Result<(), CliError> {
     if output == Output::Table {
         return write(&format!("{message}\n"));
@@ -140,13 +140,13 @@ pub(super) fn write_done(output: Output, message: &str, mut known: Value) -> Res
     write_json(output, &known)
 }
 
-/// A table for people: columns as wide as their widest cell, figures to the right.
+/// Table for people: columns as wide as their widest cell, figures right-aligned.
 pub struct Table {
     head: Vec<Column>,
     rows: Vec<Vec<String>>,
 }
 
-/// Numbers as a sentence has them: `3, 7, 9`; of many, the first.
+/// Lists numbers as in a sentence: `3, 7, 9`; of many, only the first ones.
 pub(super) fn listed<T: ToString>(numbers: &[T]) -> String {
     let shown: Vec<String> = numbers
         .iter()
@@ -161,23 +161,23 @@ pub(super) fn listed<T: ToString>(numbers: &[T]) -> String {
     }
 }
 
-/// Our choice.
+/// Numbers listed. Our choice.
 const LISTED_MAX: usize = 10;
 
 /// Head of a column.
 #[derive(Clone, Copy)]
 pub enum Column {
-    /// Words, to the left.
+    /// Left-aligned text.
     Text(&'static str),
-    /// Figures, to the right.
+    /// Right-aligned figures.
     Figure(&'static str),
 }
 
-/// A column's text for an item.
+/// Text of a column for an item.
 pub(super) type Cell<T> = fn(&T) -> String;
 
 impl Table {
-    /// A table without rows.
+    /// Creates a table without rows.
     pub fn new(head: impl Into<Vec<Column>>) -> Self {
         Self {
             head: head.into(),
@@ -185,7 +185,7 @@ impl Table {
         }
     }
 
-    /// A table with a row for each item, of which each column shows something.
+    /// Creates a table with a row per item.
     pub(super) fn of<T>(items: &[T], columns: &[(Column, Cell<T>)]) -> Self {
         let row = |item| columns.iter().map(|(_, cell)| cell(item)).collect();
         Self {
@@ -199,7 +199,7 @@ impl Table {
         self.rows.push(cells.into());
     }
 
-    /// The table as text.
+    /// Renders the table.
     #[must_use]
     pub fn render(&self) -> String {
         let name = |column: &Column| match column {

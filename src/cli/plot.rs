@@ -81,7 +81,7 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     }
 }
 
-/// The part that the journal began before the one that is named, where one file is named and there is such a part.
+/// Returns the older part of the journal, `FILE.1`, if a single file is given and that part exists.
 pub(super) fn older_parts(files: &[PathBuf]) -> Vec<PathBuf> {
     let [file] = files else { return Vec::new() };
     let mut name = OsString::from(file);
@@ -110,19 +110,19 @@ fn points_json(chart: &Chart) -> impl Iterator<Item = Value> {
     })
 }
 
-/// Drawing derived from a journal.
+/// Chart data collected from a journal.
 #[derive(Debug, Default)]
 struct History {
     /// Time of the first point, µs since 1970.
     began_us: u64,
     points: Vec<ChartPoint>,
     budget: Bytes,
-    /// Owners in the order in which they are stacked: workers, other programs, the LLM.
+    /// Owners in stacking order: workers, other programs, the LLM.
     order: BTreeSet<(u8, String)>,
     happened: Vec<Happened>,
 }
 
-/// Something that is marked.
+/// Event to mark.
 #[derive(Debug)]
 struct Happened {
     at: Timestamp,
@@ -283,7 +283,7 @@ impl Happened {
     }
 }
 
-/// The same things within so short a time as one, the weightiest first.
+/// Merges equal events within this time, and orders them by weight, heaviest first.
 fn thinned(happened: Vec<Happened>, within: Duration) -> Vec<Happened> {
     let mut marks: Vec<Happened> = Vec::new();
     for next in happened {
@@ -300,9 +300,9 @@ fn thinned(happened: Vec<Happened>, within: Duration) -> Vec<Happened> {
     marks
 }
 
-/// Marks that a picture has room for above it (by eye).
+/// Marks that fit above the picture (by eye).
 const MARKS_MAX: usize = 16;
-/// The same things within this part of the picture are one mark: about the width of a label (by eye).
+/// Divisor of the picture within which equal events are one mark: about the width of a label (by eye).
 const MERGED_WITHIN: u32 = 16;
 /// Columns and rows of a printed chart: those of a small terminal.
 const WIDTH: usize = 80;

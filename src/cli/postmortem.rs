@@ -94,12 +94,11 @@ fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
     Ok(deaths)
 }
 
-/// With the names of proto3 JSON, as every command writes them; the journal has its own.
+/// Renders a certificate with proto3 JSON names, as every command does; the journal has its own names.
 fn to_json(death: &DeathCertificate) -> Value {
     output::camel_case(serde_json::to_value(death).unwrap_or_default())
 }
 
-/// A certificate for people.
 fn describe(death: &DeathCertificate) -> String {
     let mut text = format!("{}\n", death.verdict.sentence);
     let mut row = |name: &str, value: String| text.push_str(&format!("  {name:<14}{value}\n"));
@@ -165,7 +164,7 @@ fn describe(death: &DeathCertificate) -> String {
     text
 }
 
-/// The last measurements in one line: `910 MiB, 912 MiB, 2.1 GiB (0.4 s before its end)`.
+/// Renders the last measurements on one line: `910 MiB, 912 MiB, 2.1 GiB (0.4 s before its end)`.
 fn course(history: &[MemoryPoint]) -> Option<String> {
     let last = history.last()?;
     let shown: Vec<String> = history
@@ -184,7 +183,6 @@ fn course(history: &[MemoryPoint]) -> Option<String> {
     ))
 }
 
-/// Measurements that are shown.
 const COURSE: usize = 6;
 
 #[cfg(test)]

@@ -2,18 +2,17 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 
-/// A line of progress.
 pub(super) struct Progress {
     terminal: bool,
-    /// `NO_COLOR` is not set (<https://no-color.org>).
+    /// Whether `NO_COLOR` is unset (<https://no-color.org>).
     colour: bool,
     drawn: String,
-    /// The last tenth that a line was written for.
+    /// Last tenth for which a line was written.
     tenth: Option<u64>,
 }
 
 impl Progress {
-    /// A line that is not drawn yet.
+    /// Creates a line that is not drawn yet.
     pub(super) fn new() -> Self {
         let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
@@ -25,7 +24,7 @@ impl Progress {
         }
     }
 
-    /// As [`Self::show`], and where stderr is no terminal a line for each tenth.
+    /// Like [`Self::show`]; if stderr is not a terminal, writes a line per tenth.
     pub(super) fn step(&mut self, done: u64, whole: u64, what: &str) {
         self.show(done, whole, what);
         let tenth = done.min(whole).saturating_mul(10) / whole.max(1);
@@ -35,7 +34,7 @@ impl Progress {
         }
     }
 
-    /// Draws `done` of `whole`, and the current action; nothing unless stderr is a terminal.
+    /// Draws `done` of `whole`, and the current action, if stderr is a terminal.
     pub(super) fn show(&mut self, done: u64, whole: u64, what: &str) {
         if self.terminal {
             let line = line(done, whole, what, self.colour);
@@ -46,7 +45,7 @@ impl Progress {
         }
     }
 
-    /// Progress is for waiting people: a terminal that cannot be written to is no fault.
+    /// Ignores write errors: progress is only informative.
     fn write(&self, text: &str) {
         let mut terminal = io::stderr().lock();
         let _ = terminal
@@ -76,7 +75,7 @@ fn line(done: u64, whole: u64, what: &str, colour: bool) -> String {
     }
 }
 
-/// Leaves room for the action on a terminal of 40 columns.
+/// Width of the bar, which leaves space for the action on a terminal of 40 columns.
 const WIDTH: u64 = 12;
 
 #[cfg(test)]

@@ -28,23 +28,22 @@ pub struct ServeArgs {
     config: ConfigFile,
 }
 
-/// Threads of the runtime for HTTP, speech, sampling and the pipes of workers; the loop with gRPC, and the engine, have
-/// their own.
+/// Threads of the runtime for HTTP, speech, sampling and workers' pipes; the loop with gRPC, and the engine, have their
+/// own.
 const RUNTIME_THREADS_MAX: usize = 3;
 
-/// Threads of the daemon besides the runtime's and the compute threads: the loop, the watchdog, journal and log, the
-/// engine with its readers, the one that starts workers, and some that wait for disks.
+/// Threads of the daemon besides runtime and compute threads: the loop, the watchdog, journal and log, the engine with
+/// its readers, the starter of workers, and some that wait for disks.
 const THREADS_BESIDE: usize = 12;
 
-/// How long threads that wait for the system may take to notice that the daemon has ended.
+/// Longest wait for threads that are blocked in the system when the daemon ends.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
     heap::return_early();
-    // Files created here or by workers must not be writable by other users, whatever umask the shell or the container
-    // has.
+    // Files created here or by workers must not be writable by other users, regardless of the inherited umask.
     let umask = Mode::S_IWGRP | Mode::S_IWOTH;
     stat::umask(stat::umask(umask) | umask);
     // SAFETY: no descriptor has been opened yet, and no thread started.
@@ -78,7 +77,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         .worker_threads(threads)
         .enable_all()
         .on_thread_start(move || {
-            // Threads that wait for disks come later, and nothing waits for them.
+            // Threads that wait for disks start later, and are not awaited.
             if started.fetch_add(1, Ordering::Relaxed) < threads {
                 emergency::lock_stack();
                 if let Err(error) = emergency::be_prompt() {
@@ -96,7 +95,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             let source = daemon::Source { file, log, sockets };
             let running = daemon::run(config, source, guard.dropped(), control.handle().clone());
             let result = runtime.block_on(running);
-            // A thread that reads a model or walks /proc on a stuck disk must not keep us.
+            // A thread that reads a model or walks /proc on a stuck disk must not delay the exit.
             control.end(SHUTDOWN_MAX);
             runtime.shutdown_timeout(SHUTDOWN_MAX);
             result
@@ -121,7 +120,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     }
 }
 
-/// Whether so many threads are available at once: the runtime panics when the system refuses it a thread.
+/// Checks that this many threads are available at once: the runtime panics if the system refuses one.
 fn enough_threads(wanted: usize) -> io::Result<()> {
     let gate = Arc::new(Mutex::new(()));
     let closed = gate.lock();
@@ -141,10 +140,10 @@ fn enough_threads(wanted: usize) -> io::Result<()> {
     })
 }
 
-/// Enough to wait.
+/// Sufficient for waiting.
 const PROBE_STACK: usize = 64 << 10;
 
-/// Prints why a configuration cannot be used, with every fault and every remedy.
+/// Prints the reason why a configuration cannot be used, with every fault and every remedy.
 fn explain_load_error(error: &config::LoadError) {
     explain(error, None);
     for hint in error.kind().hints() {
@@ -152,7 +151,6 @@ fn explain_load_error(error: &config::LoadError) {
     }
 }
 
-/// Prints an error, its causes and the remedy on stderr.
 pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
     eprintln!("error: {error}");
     let mut cause = error.source();
@@ -176,7 +174,8 @@ fn log_format(config: &Config) -> telemetry::LogFormat {
     }
 }
 
-/// Whether stderr is a stream of systemd's journal: `$JOURNAL_STREAM` has its device and inode (systemd.exec(5)).
+/// Returns whether stderr is a stream of systemd's journal: `$JOURNAL_STREAM` contains its device and inode
+/// (systemd.exec(5)).
 fn goes_to_the_journal() -> bool {
     let Ok(stderr) = stat::fstat(io::stderr()) else {
         return false;

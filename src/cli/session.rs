@@ -1,4 +1,4 @@
-//! Process session for a program that starts a whole system and cleans up after it.
+//! Process session for a program that starts a complete system and cleans up after it.
 
 use std::{
     env, io,
@@ -12,15 +12,15 @@ use nix::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Exit code of a program that a signal ended, as shells have it, without the signal's number.
+/// Base of the exit code of a program ended by a signal, as in shells; the signal's number is added.
 const SIGNALLED: u8 = 128;
 
-/// Runs `work` in its own session: the budget there is that of the session, so that nothing else on this host disturbs
+/// Runs `work` in its own session, with the budget of that session, so that other processes on this host do not affect
 /// the figures.
 ///
-/// The leader of a process group, as shells start programs, cannot begin a session; and a session is out of reach of
-/// Ctrl-C. So this program starts itself once more in a new session, forwards the signals that end programs, and takes
-/// over its exit code.
+/// The leader of a process group, which a shell makes of each program, cannot start a session; and Ctrl-C does not
+/// reach another session. Therefore this program starts itself again in a new session, forwards signals that end
+/// programs, and returns its exit code.
 pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
     if unistd::getsid(None).is_ok_and(|session| session == unistd::getpid()) {
         return work();
@@ -56,7 +56,7 @@ fn run_again() -> io::Result<ExitStatus> {
                 ended = child.wait() => return ended,
                 _ = interrupts.next() => {
                     if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
-                        // It may just have ended, which the next turn sees.
+                        // It may just have ended, which the next turn notices.
                         let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), Signal::SIGTERM);
                     }
                 }
@@ -65,19 +65,19 @@ fn run_again() -> io::Result<ExitStatus> {
     })
 }
 
-/// Makes the kernel end `command` when the thread that starts it is gone for any reason.
+/// Makes the kernel end `command` when the thread that starts it ends.
 pub fn end_with_parent(command: &mut Command) {
-    // SAFETY: `prctl` is a system call alone, which touches no memory of this process.
+    // SAFETY: `prctl` is a single system call, which touches no memory of this process.
     unsafe {
         command.pre_exec(|| prctl::set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from));
     }
 }
 
-/// The signals that end a program at a terminal or under a service manager.
+/// Handler of the signals that end a program at a terminal or under a service manager.
 pub struct Interrupts([(tokio::signal::unix::Signal, u8); 3]);
 
 impl Interrupts {
-    /// Takes the signals over from now on.
+    /// Installs the handler.
     pub fn new() -> io::Result<Self> {
         let hangup = (signal(SignalKind::hangup())?, 1);
         let interrupt = (signal(SignalKind::interrupt())?, 2);
@@ -85,7 +85,7 @@ impl Interrupts {
         Ok(Self([hangup, interrupt, terminate]))
     }
 
-    /// Waits for the next one; returns the corresponding exit code.
+    /// Waits for the next signal; returns the corresponding exit code.
     pub async fn next(&mut self) -> u8 {
         let [(hangup, one), (interrupt, two), (terminate, three)] = &mut self.0;
         let number = tokio::select! {

@@ -11,7 +11,7 @@ use cotenant_rpc::{
 };
 use cotenant_units::Bytes;
 
-/// A span of time as people read it: `12.3 s`, `4 min 5 s`, `3 h 20 min`.
+/// Formats a time span for people: `12.3 s`, `4 min 5 s`, `3 h 20 min`.
 pub(super) fn span(span: &prost_types::Duration) -> String {
     let seconds = span.seconds.max(0);
     match seconds {
@@ -21,7 +21,6 @@ pub(super) fn span(span: &prost_types::Duration) -> String {
     }
 }
 
-/// Leases as a table.
 pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
     use Column::{Figure, Text};
     Table::of(
@@ -68,7 +67,7 @@ fn optional(figure: Option<u64>) -> String {
     figure.map_or_else(String::new, bytes)
 }
 
-/// The state for people, in lines of at most so many columns.
+/// Renders the state for people, in lines of at most `columns`.
 pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> String {
     let wrapped = |line: &str| wrapped(line, columns);
     let mut lines = vec![format!(
@@ -201,7 +200,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
     shown
 }
 
-/// A line in lines of at most so many columns, each but the first indented; a word that is longer stands alone.
+/// Wraps a line to `columns`, with continuation lines indented; a longer word has its own line.
 fn wrapped(line: &str, columns: usize) -> String {
     let mut shown = String::new();
     let mut width = 0;
@@ -236,7 +235,7 @@ fn wrapped(line: &str, columns: usize) -> String {
     shown + "\n"
 }
 
-/// Columns of the terminal that stdout is; the default of terminals where it is none.
+/// Returns the width of the terminal on stdout, or the default width if it is none.
 pub(super) fn columns() -> usize {
     let size = if io::stdout().is_terminal() {
         size().ok()
@@ -249,13 +248,13 @@ pub(super) fn columns() -> usize {
 /// Default width of a terminal, in columns.
 const WIDTH: usize = 80;
 
-/// With fewer columns nothing can be read.
+/// Minimum width for readable output.
 const COLUMNS_MIN: usize = 40;
 
-/// Indentation of the continued lines of a paragraph.
+/// Indentation of continuation lines.
 const INDENT: usize = 10;
 
-/// Notes about a worker: why it waits, or how it ended last.
+/// Returns notes about a worker: why it waits, or how it last ended.
 fn said_of(worker: &v1::Worker) -> Option<String> {
     let class = match worker.death_class.as_str() {
         "" => String::new(),
@@ -272,7 +271,7 @@ fn said_of(worker: &v1::Worker) -> Option<String> {
     }
 }
 
-/// Leases in 80 columns; `cotenant leases` has all of them.
+/// Renders leases in 80 columns; `cotenant leases` shows all columns.
 pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     use Column::{Figure, Text};
     Table::of(
@@ -290,7 +289,7 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     .render()
 }
 
-/// Sequences of the LLM, a row each; the class replaces a missing client name.
+/// Renders sequences of the LLM, a row each; the class replaces a missing client name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     let mut table = Table::new([
         Column::Text("SEQ"),
@@ -305,7 +304,7 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     ]);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
-        // What the last request took is known of the last conversation only.
+        // Figures of the last request are known only for the last conversation.
         let is_beside = sequence.idle.is_some();
         let figure = |is_known: bool, figure: u32| match is_known {
             true => figure.to_string(),
@@ -405,7 +404,7 @@ fn engine_line(engine: &v1::Engine) -> String {
     line
 }
 
-/// When a failed engine is tried again.
+/// Returns when loading a failed engine is retried.
 fn next_try(engine: &v1::Engine) -> String {
     match &engine.next_try {
         Some(left) => format!(
@@ -432,7 +431,7 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
     .render()
 }
 
-/// Its state, and why it rests: `stopped (idle)`.
+/// Returns the state, and why it is stopped: `stopped (idle)`.
 fn state_of(worker: &v1::Worker) -> String {
     if worker.state() == v1::WorkerState::Degraded {
         let what = if worker.needs_operator {
@@ -468,7 +467,7 @@ pub(super) fn workers_table(workers: &[v1::Worker]) -> String {
     .render()
 }
 
-/// An event for people: its number, the time of day (UTC), a mark, and the entry in one line.
+/// Renders an event for people: number, time of day (UTC), mark, and the entry on one line.
 pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
     let mark = match entry.kind() {
         v1::EntryKind::Action => ">",
@@ -480,7 +479,7 @@ pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
     format!("{:>6} {clock} {mark} {}\n", entry.sequence, entry.summary)
 }
 
-/// The time of day in UTC to a tenth of a second: `15:04:05.7`.
+/// Formats the time of day in UTC to a tenth of a second: `15:04:05.7`.
 fn clock(time: &prost_types::Timestamp) -> String {
     let second = time.seconds.rem_euclid(24 * 60 * 60);
     format!(

@@ -14,12 +14,12 @@ use cotenant_units::Bytes;
 /// Commands of the recogniser's small variant.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
 
-/// Path of the demo model: in the package's place, or in the sources that this program was built from.
+/// Returns the path of the demo model: its location in a package, or in the sources of this build.
 ///
 /// # Errors
-/// When it is in neither, or the path of this program is unknown.
+/// If it is in neither, or the path of this program is unknown.
 pub fn demo_model() -> io::Result<PathBuf> {
-    // A build folder may lie outside the sources, so the current one counts as well.
+    // A build folder may be outside the sources, so the current folder is searched too.
     model_of(&std::env::current_exe()?, Path::new(""))
 }
 
@@ -35,17 +35,17 @@ fn model_of(program: &Path, current: &Path) -> io::Result<PathBuf> {
     })
 }
 
-/// The demo model in a package, and in the sources.
+/// Locations of the demo model in a package, and in the sources.
 const PLACES: [&str; 2] = ["share/cotenant/demo.gguf", "deploy/demo-model/demo.gguf"];
 
-/// A folder that is removed with its value.
+/// Folder that is removed on drop.
 #[derive(Debug)]
 pub struct TemporaryFolder(PathBuf);
 
 impl TemporaryFolder {
-    /// Makes a folder `PREFIX-PID-N` among the temporary files.
+    /// Creates a folder `PREFIX-PID-N` in the folder of temporary files.
     pub fn new(prefix: &str) -> io::Result<Self> {
-        // Paths of sockets have at most 107 bytes, so this path is short.
+        // A socket's path is limited to 107 bytes, so this path is short.
         for attempt in 0..100u32 {
             let path =
                 std::env::temp_dir().join(format!("{prefix}-{}-{attempt}", std::process::id()));
@@ -58,7 +58,7 @@ impl TemporaryFolder {
         Err(io::Error::other("no free name for a temporary folder"))
     }
 
-    /// Its path.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -70,17 +70,17 @@ impl Drop for TemporaryFolder {
     }
 }
 
-/// A child process that is ended on drop: by SIGTERM, then by SIGKILL.
+/// Child process that is ended on drop: by SIGTERM, then by SIGKILL.
 #[derive(Debug)]
 pub struct Process(Child);
 
 impl Process {
-    /// Its id.
+    /// Returns its id.
     pub fn pid(&self) -> u32 {
         self.0.id()
     }
 
-    /// How it ended, if it has.
+    /// Returns its exit status, if it has ended.
     pub fn ended(&mut self) -> io::Result<Option<std::process::ExitStatus>> {
         self.0.try_wait()
     }
@@ -104,7 +104,7 @@ impl Drop for Process {
     }
 }
 
-/// The keys of a configuration that place everything of the daemon below this folder.
+/// Returns the configuration keys that place all files of the daemon below this folder.
 #[must_use]
 pub fn places(folder: &Path) -> String {
     let folder = folder.display();
@@ -119,18 +119,18 @@ log: {{filter: info, format: text}}
     )
 }
 
-/// The daemon on its folder.
+/// Daemon in its own folder.
 #[derive(Debug)]
 pub struct Stage {
-    // Fields are dropped in this order: the processes end before their folder goes.
+    // Fields are dropped in this order: processes end before their folder is removed.
     daemon: Process,
     folder: TemporaryFolder,
 }
 
 impl Stage {
-    /// Writes model, grammar and configuration into a new folder, and starts the daemon on them. `configuration` gets
-    /// the folder, which has `home.gram`, and `demo.gguf` if it names that; the socket must be `cotenant.sock` in it,
-    /// and the journal `journal.ndjson`.
+    /// Writes model, grammar and configuration into a new folder, and starts the daemon with them. `configuration`
+    /// receives the folder, which contains `home.gram`, and `demo.gguf` if the configuration names it; the socket must
+    /// be `cotenant.sock` in it, and the journal `journal.ndjson`.
     pub fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
         let folder = TemporaryFolder::new("cotenant-stage")?;
         let at = |name: &str| folder.0.join(name);
@@ -148,46 +148,46 @@ impl Stage {
         Ok(Self { daemon, folder })
     }
 
-    /// Kills the daemon, as the kernel does, and waits until it is gone.
+    /// Kills the daemon, as the kernel would, and waits for its end.
     pub fn kill(&mut self) {
         let _ = self.daemon.0.kill();
         let _ = self.daemon.0.wait();
     }
 
-    /// Starts another daemon in the place of one that has ended.
+    /// Starts another daemon in place of one that has ended.
     pub fn start_again(&mut self) -> io::Result<()> {
         self.daemon = start(&self.folder.0)?;
         Ok(())
     }
 
-    /// Socket of gRPC.
+    /// Returns the path of the gRPC socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.0.join("cotenant.sock")
     }
 
-    /// The daemon's configuration.
+    /// Returns the path of the daemon's configuration.
     pub fn config(&self) -> PathBuf {
         self.folder.0.join("cotenant.yaml")
     }
 
-    /// The journal that the daemon writes.
+    /// Returns the path of the daemon's journal.
     pub fn journal(&self) -> PathBuf {
         self.folder.0.join("journal.ndjson")
     }
 
-    /// The daemon.
+    /// Returns the daemon's process.
     pub fn daemon(&mut self) -> &mut Process {
         &mut self.daemon
     }
 
-    /// A problem with the daemon's last output.
+    /// Appends the daemon's last output to a problem.
     #[must_use]
     pub fn last_words(&self, problem: impl std::fmt::Display) -> String {
         let log = self.log_tail(15);
         format!("{problem}; the daemon's last words:\n{log}")
     }
 
-    /// The last lines of the daemon's log.
+    /// Returns the last lines of the daemon's log.
     pub fn log_tail(&self, lines: usize) -> String {
         let text = fs::read_to_string(self.folder.0.join("daemon.log")).unwrap_or_default();
         let all: Vec<&str> = text.lines().collect();
@@ -196,14 +196,14 @@ impl Stage {
             .join("\n")
     }
 
-    /// The whole log of the daemon.
+    /// Returns the path of the daemon's log.
     pub fn log(&self) -> PathBuf {
         self.folder.0.join("daemon.log")
     }
 }
 
 impl Process {
-    /// Starts this program with other arguments, its output thrown away.
+    /// Starts this program with other arguments, discarding its output.
     pub fn start(arguments: &[String]) -> io::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         end_with_parent(&mut command);
@@ -217,7 +217,7 @@ impl Process {
         Ok(Self(child))
     }
 
-    /// Starts a neighbour that takes memory without a lease: `bytes`, of which `rate` in each second.
+    /// Starts a neighbour that takes `bytes` of memory without a lease, at `rate` per second.
     pub(super) fn ballast(bytes: Bytes, rate: Bytes) -> io::Result<Self> {
         let size = |bytes: Bytes| format!("{}MiB", bytes.whole_mib());
         Self::start(&[
@@ -230,16 +230,15 @@ impl Process {
     }
 }
 
-/// The daemon's setting of glibc's allocator, as in `deploy/cotenant.service`, which only the environment can set
-/// before the first thread: two heaps instead of eight for each processor, and no freed chunks kept by each thread: up
-/// to seven of each of 64 sizes to 1032 bytes (glibc's tcache), 236 KiB, which fill slowly over hundreds of thousands
-/// of requests.
+/// Setting of glibc's allocator for the daemon, as in `deploy/cotenant.service`; only the environment can set it before
+/// the first thread. Two heaps instead of eight per processor, and no per-thread cache of freed chunks (glibc's
+/// tcache): up to seven of each of 64 sizes to 1032 bytes, 236 KiB, which fill slowly over hundreds of thousands of
+/// requests.
 pub const ALLOCATOR: (&str, &str) = (
     "GLIBC_TUNABLES",
     "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0",
 );
 
-/// Starts the daemon on its folder.
 fn start(folder: &Path) -> io::Result<Process> {
     let log = fs::OpenOptions::new()
         .create(true)

@@ -33,7 +33,7 @@ pub struct Talk {
     pub out: Option<PathBuf>,
 }
 
-/// Results of one utterance; times are counted from its end.
+/// Results of one utterance; times are relative to its end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spoken {
     pub(super) heard: String,
@@ -127,16 +127,15 @@ pub(super) async fn request_pipeline(
     exchange.send(Event::RunPipeline(pipeline)).await
 }
 
-/// How fast audio is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pace {
-    /// As a file.
+    /// At once, like a file.
     AtOnce,
-    /// As a microphone sends it, with this silence before its end.
+    /// In real time, like a microphone, with this silence before the end.
     Live(Duration),
 }
 
-/// Says a recording, and takes the answer to its end.
+/// Sends a recording, and receives the complete answer.
 pub(super) async fn utter(
     exchange: &mut Exchange,
     recording: &MonoAudio,
@@ -184,7 +183,7 @@ pub(super) async fn utter(
                     .get_or_insert_with(|| ended.elapsed());
                 spoken.answer.push_str(&piece.text);
             }
-            // Nothing was recognised, so nothing will be spoken.
+            // Nothing was recognised, so there is no speech.
             Event::NotHandled(_) if spoken.heard.trim().is_empty() => break,
             Event::NotHandled(reason) => spoken.answer = reason.text.unwrap_or_default(),
             Event::AudioStart(start) => {
@@ -220,7 +219,7 @@ fn milliseconds(time: Option<Duration>) -> String {
     )
 }
 
-/// Longest recording that is read; the API has its own limit.
+/// Longest recording read; the API has its own limit.
 const RECORDING_MAX: Duration = Duration::from_secs(600);
 
 /// Samples per message: 64 ms at 16 kHz.

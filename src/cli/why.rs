@@ -1,4 +1,4 @@
-//! `cotenant why`: the explanation of one decision.
+//! `cotenant why`: explanation of one decision.
 
 use std::{
     fmt::Write as _,
@@ -64,7 +64,7 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     Ok(ExitCode::from(exit::OK))
 }
 
-/// The lines that the supervisor has in memory.
+/// Returns the lines that the supervisor has in memory.
 async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let request = tonic::Request::new(WatchEventsRequest {
@@ -75,7 +75,7 @@ async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
     let mut stream = global.call(client.watch_events(request)).await?;
     let mut entries = Vec::new();
     while let Some(response) = stream.message().await? {
-        // A line of a newer supervisor may be of a kind that is unknown here.
+        // A newer supervisor may send lines of unknown kinds.
         entries.extend(response.entry.and_then(entry));
     }
     Ok(entries)
@@ -220,7 +220,6 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
     }
 }
 
-/// Whether an outcome is still pending.
 fn is_pending(entry: &JournalEntry) -> bool {
     matches!(
         entry.content,

@@ -30,7 +30,7 @@ enum WorkerCommand {
     Ballast(BallastOptions),
 }
 
-/// Runs a worker to its end and prints why it failed on stderr.
+/// Runs a worker to its end; prints the reason of a failure on stderr.
 #[must_use]
 pub(super) fn run(arguments: &WorkerArgs) -> ExitCode {
     let result = match &arguments.command {

@@ -18,28 +18,27 @@ use super::{
 use cotenant_policy::lease::Class;
 use cotenant_units::Bytes;
 
-/// Reads values and collects their faults. Every reader returns `None` both for a missing and for a faulty value; the
-/// fault is kept.
+/// Reads values and collects their faults. Every reader returns `None` for a missing and for a faulty value; the latter
+/// adds a fault.
 #[derive(Default)]
 pub(super) struct Checker {
     pub(super) faults: Vec<Fault>,
 }
 
 impl Checker {
-    /// Keeps a fault.
     pub(super) fn fault(&mut self, path: &str, message: impl Into<String>, hint: Option<&str>) {
         self.faults
             .push(Fault::new(path, message, hint.map(str::to_owned)));
     }
 
-    /// Keeps a fault when a required key is missing.
+    /// Adds a fault if a required key is missing.
     pub(super) fn require(&mut self, path: &str, text: &Text, hint: &str) {
         if text.0.is_none() {
             self.fault(path, "is required", Some(hint));
         }
     }
 
-    /// The text of a value, unless its key is there without one.
+    /// Returns the text of a value; adds a fault if the key has none.
     pub(super) fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
         let written = text.0.as_deref()?;
         if matches!(written, "" | "~" | "null") {
@@ -53,7 +52,6 @@ impl Checker {
         Some(written)
     }
 
-    /// A size in a range.
     pub(super) fn size(
         &mut self,
         path: &str,
@@ -65,7 +63,6 @@ impl Checker {
         self.sized(path, written, parsed, &range)
     }
 
-    /// A duration in a range.
     pub(super) fn duration(
         &mut self,
         path: &str,
@@ -80,7 +77,7 @@ impl Checker {
         }
     }
 
-    /// A percentage of at most `max` thousandths.
+    /// Reads a percentage of at most `max` thousandths.
     pub(super) fn per_mille(&mut self, path: &str, text: &Text, max: u32) -> Option<u32> {
         let written = self.given(path, text)?;
         match size::parse_per_mille(written) {
@@ -90,7 +87,6 @@ impl Checker {
         }
     }
 
-    /// A size or a percentage.
     pub(super) fn watermark(&mut self, path: &str, text: &Text) -> Option<Watermark> {
         if self.given(path, text)?.trim_end().ends_with('%') {
             return self.per_mille(path, text, 500).map(Watermark::PerMille);
@@ -99,7 +95,6 @@ impl Checker {
             .map(Watermark::Bytes)
     }
 
-    /// A whole number in a range.
     pub(super) fn number<T>(
         &mut self,
         path: &str,
@@ -122,12 +117,10 @@ impl Checker {
         }
     }
 
-    /// A class, by its name.
     pub(super) fn class(&mut self, path: &str, text: &Text) -> Option<Class> {
         self.one_of(path, text, &Class::ALL.map(|class| (class.name(), class)))
     }
 
-    /// One of several words.
     pub(super) fn one_of<T: Copy>(
         &mut self,
         path: &str,
@@ -151,7 +144,7 @@ impl Checker {
         None
     }
 
-    /// `true` or `false`; the other words that some YAML readers take for them are refused.
+    /// Reads `true` or `false`; other words that some YAML readers accept as booleans are refused.
     pub(super) fn switch(&mut self, path: &str, text: &Text) -> Option<bool> {
         match self.given(path, text)? {
             "true" => Some(true),
@@ -167,7 +160,7 @@ impl Checker {
         }
     }
 
-    /// A word that is not empty and holds no NUL.
+    /// Reads a word that is non-empty and contains no NUL.
     pub(super) fn word(&mut self, path: &str, text: &Text) -> Option<String> {
         let written = self.given(path, text)?;
         if written.contains('\0') || written.trim() != written {
@@ -181,7 +174,7 @@ impl Checker {
         Some(written.to_owned())
     }
 
-    /// An absolute path without `..`.
+    /// Reads an absolute path without `..`.
     pub(super) fn directory(&mut self, path: &str, text: &Text) -> Option<PathBuf> {
         let written = self.given(path, text)?;
         let file = Path::new(written);
@@ -204,13 +197,12 @@ impl Checker {
         Some(file.to_owned())
     }
 
-    /// The path of a Unix socket.
     pub(super) fn socket(&mut self, path: &str, text: &Text) -> Option<PathBuf> {
         let socket = self.directory(path, text)?;
         self.socket_fits(path, &socket).then_some(socket)
     }
 
-    /// Whether the path is short enough for a socket.
+    /// Checks that the path is short enough for a socket.
     pub(super) fn socket_fits(&mut self, path: &str, socket: &Path) -> bool {
         let length = socket.as_os_str().len();
         if length > SOCKET_PATH_MAX {
@@ -227,7 +219,7 @@ impl Checker {
         length <= SOCKET_PATH_MAX
     }
 
-    /// A name for logs, leases and metrics.
+    /// Reads a name for logs, leases and metrics.
     pub(super) fn name(&mut self, path: &str, text: &Text) -> Option<String> {
         let written = self.given(path, text)?;
         let plain = written.len() <= NAME_MAX
@@ -265,7 +257,7 @@ impl Checker {
         None
     }
 
-    /// Reports a value outside of its range.
+    /// Reports a value outside its range.
     fn outside<T>(
         &mut self,
         path: &str,
@@ -278,7 +270,7 @@ impl Checker {
         None
     }
 
-    /// Reports a longest value that is below the shortest, each with the name of its key.
+    /// Reports a maximum below its minimum, both with the names of their keys.
     pub(super) fn ordered(&mut self, path: &str, most: (&str, Duration), least: (&str, Duration)) {
         if most.1 < least.1 {
             let (longest, shortest) = (humane(most.1), humane(least.1));
@@ -289,7 +281,7 @@ impl Checker {
     }
 }
 
-/// A duration in the words of the file: `1m 30s`.
+/// Formats a duration as in the file: `1m 30s`.
 fn humane(duration: Duration) -> String {
     let mut rest = duration.as_micros();
     let mut parts = Vec::new();
@@ -313,7 +305,7 @@ fn humane(duration: Duration) -> String {
     }
 }
 
-/// Placeholders of `argv` and `env`: `${NAME}`; each is named once.
+/// Returns the placeholders of `argv` and `env`: `${NAME}`, without duplicates.
 pub(super) fn placeholders(text: &str) -> BTreeSet<&str> {
     let mut found = BTreeSet::new();
     let mut rest = text;
@@ -334,7 +326,7 @@ pub(super) const MINUTE: Duration = Duration::from_secs(60);
 pub(super) const HOUR: Duration = Duration::from_secs(3600);
 pub(super) const DAY: Duration = Duration::from_secs(86_400);
 
-/// Far beyond any device; keeps sums of a file's sizes from overflowing.
+/// Far beyond any device, yet small enough that the sum of a file's sizes cannot overflow.
 pub(super) const SIZE_MAX: Bytes = Bytes::from_gib(1 << 20);
 
 /// `sun_path` of `sockaddr_un` has 108 bytes, the last of them NUL (unix(7)).

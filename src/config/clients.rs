@@ -1,4 +1,4 @@
-//! Clients of the HTTP APIs with their keys, from a file that only its owner may read.
+//! Clients of the HTTP APIs and their keys, from a file readable only by its owner.
 
 use std::{collections::BTreeMap, fmt, path::Path};
 
@@ -16,24 +16,24 @@ use cotenant_units::Tokens;
 /// A client of the HTTP APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientConfig {
-    /// Its name in events and logs; as that of a worker.
+    /// Its name in events and logs, under the rules for worker names.
     pub name: String,
     /// Key that identifies it.
     pub key: Secret,
-    /// How urgent its requests are for the LLM. Default `interactive`.
+    /// Urgency of its LLM requests. Default `interactive`.
     pub class: Class,
-    /// Its requests at once. Default 16, 1 to 1000.
+    /// Limit on its concurrent requests. Default 16, 1 to 1000.
     pub requests_max: u32,
-    /// Most tokens of one answer. Default: as `llm.answer_tokens_max`; 1 to 1048576.
+    /// Token limit of one answer. Default: as `llm.answer_tokens_max`; 1 to 1048576.
     pub tokens_max: Option<Tokens>,
 }
 
-/// A text that is shown nowhere.
+/// Text that is never printed.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Secret(String);
 
 impl Secret {
-    /// The text itself.
+    /// Returns the text itself.
     #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
@@ -65,7 +65,7 @@ struct RawClient {
 /// Reads and checks the file of keys at `path`.
 ///
 /// # Errors
-/// As [`load`](super::load()), and when others than its owner may read it. No error shows a key.
+/// As [`load`](super::load()), and if users other than its owner may read it. No error shows a key.
 pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
     let read = || {
         let text = error::read_private(path).map_err(|kind| match kind {
@@ -149,9 +149,9 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
     ))
 }
 
-/// More than a device serves; each request is compared with all of them. Our choice.
+/// More than a device serves; each request is compared with every client. Our choice.
 const CLIENTS_MAX: usize = 256;
-/// 96 bits at least, where each character is worth 6.
+/// At least 96 bits, at 6 bits per character.
 const KEY_MIN: usize = 16;
 const KEY_MAX: usize = 256;
 const KEY_HINT: &str = "`openssl rand -hex 24` makes a key";

@@ -9,7 +9,6 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Checks the lease holder.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
     let words = [
         ("own", LeaseHolder::Own),
@@ -20,7 +19,6 @@ pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHo
         .unwrap_or_default()
 }
 
-/// Checks the behaviour when idle.
 pub(super) fn idle(
     checker: &mut Checker,
     raw: &RawIdle,
@@ -51,7 +49,6 @@ pub(super) fn idle(
     idle
 }
 
-/// Checks limits and sandbox.
 pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
     let limits = format!("{at}.limits");
     let (user, group) = (
@@ -100,7 +97,7 @@ fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resou
     resources
 }
 
-/// `none` as no limit, a faulty or missing value as absent.
+/// Reads `none` as no limit, and a faulty or missing value as absent.
 fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64>> {
     if text.0.as_deref() == Some("none") {
         return Some(None);
@@ -108,7 +105,6 @@ fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64
     read().map(Some)
 }
 
-/// Files and system calls.
 fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
     let mut paths = |name: &str, list: &[String]| -> Vec<PathBuf> {
         list.iter()
@@ -138,7 +134,7 @@ fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
     }
 }
 
-/// How long a request waits for a worker that does not run.
+/// Returns how long a request waits for a worker that is not running.
 pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> Duration {
     checker
         .duration(
@@ -149,7 +145,8 @@ pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> 
         .unwrap_or(WAKE_TIMEOUT)
 }
 
-/// Measured memory above which a worker is recycled, `None` without a bound; and whether it is recycled when it leaks.
+/// Returns the measured memory above which a worker is recycled, `None` without a bound, and whether it is recycled if
+/// it leaks.
 pub(super) fn recycle_above(
     checker: &mut Checker,
     text: &Text,
@@ -173,7 +170,7 @@ pub(super) fn recycle_above(
     (Some(above), true)
 }
 
-/// Names in `after` that do not exist, and circles.
+/// Reports unknown names and cycles in `after`.
 pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
     let mut faults = Vec::new();
     let known: Vec<&str> = config
@@ -221,7 +218,7 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
     faults
 }
 
-/// Workers that start before the LLM: those of `llm.after`, and all that these come after.
+/// Returns workers that start before the LLM: those in `llm.after` and, transitively, those that they come after.
 pub(super) fn before_llm(config: &Config) -> Vec<String> {
     let Some(llm) = &config.llm else {
         return Vec::new();
@@ -249,7 +246,7 @@ fn after_of<'config>(config: &'config Config, name: &str) -> &'config [String] {
     worker.map_or(&[], |worker| &worker.after)
 }
 
-/// The way from a worker back to itself, if there is one.
+/// Returns a cycle from a worker back to itself, if there is one.
 fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
     all_before(config, after_of(config, name))
         .contains(&name.to_owned())
@@ -265,11 +262,11 @@ fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
         })
 }
 
-/// How `after` names the LLM.
+/// Name of the LLM in `after`.
 pub(super) const LLM: &str = "llm";
 
 /// LiveKit stops waiting after 10 s between two bytes, then retries and adds load.
 const WAKE_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Far beyond the kernel's own maximum of open files and processes.
+/// Far beyond the kernel's own limits on open files and processes.
 const COUNT_MAX: u64 = 1 << 22;

@@ -27,19 +27,20 @@ impl LoadError {
         }
     }
 
-    /// The file.
+    /// Path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Why it cannot be used.
+    /// Reason why it cannot be used.
     #[must_use]
     pub fn kind(&self) -> &LoadErrorKind {
         &self.kind
     }
 
-    /// The whole message as the command line prints it: the failed action, each cause on a line, each hint once.
+    /// Returns the complete message as the command line prints it: the failed action, each cause on a line, each hint
+    /// once.
     #[must_use]
     pub fn report(&self) -> String {
         let mut report = format!("error: {self}\n");
@@ -58,7 +59,7 @@ impl LoadError {
     }
 }
 
-/// Why a configuration cannot be used.
+/// Reason why a configuration cannot be used.
 #[derive(Debug)]
 pub enum LoadErrorKind {
     /// It cannot be read.
@@ -67,22 +68,22 @@ pub enum LoadErrorKind {
     TooLong,
     /// The file of keys cannot be read.
     Keys(io::Error),
-    /// It sets nothing: usually a truncated write. With an example to write.
+    /// It sets nothing, usually because a write was truncated. Holds an example.
     Empty(&'static str),
-    /// It is a model rather than a configuration.
+    /// It is a model file.
     Model,
     /// Its values are nested deeper than 64 levels.
     TooDeep,
-    /// It is not text; the position of the first byte that is not UTF-8.
+    /// It is not UTF-8; offset of the first invalid byte.
     NotUtf8(usize),
-    /// It holds secrets, and others than its owner may read it, or another user owns it; in words.
+    /// It holds secrets, and other users may read it or own it; described in words.
     Exposed(String),
-    /// It can be read, but not used; at least one.
+    /// It has faults; at least one.
     Faults(Vec<Fault>),
 }
 
 impl LoadErrorKind {
-    /// Remedies, each once, in the order of the faults.
+    /// Returns the remedies without duplicates, in the order of the faults.
     #[must_use]
     pub fn hints(&self) -> Vec<String> {
         match self {
@@ -138,12 +139,12 @@ impl fmt::Display for LoadErrorKind {
 
 impl std::error::Error for LoadErrorKind {}
 
-/// One thing that is wrong in a file.
+/// One fault of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Position as keys and indices: `workers[0].argv`; empty for the file as a whole.
     pub path: String,
-    /// Line and column of the value, from 1, where known.
+    /// Line and column of the value, from 1, if known.
     pub position: Option<(usize, usize)>,
     /// The fault, with the value and the limit.
     pub message: String,
@@ -189,15 +190,15 @@ pub fn load_text(path: &Path) -> Result<String, LoadError> {
     read_limited(path).map_err(|kind| LoadError::new(path, kind))
 }
 
-/// Reads a text of at most [`FILE_MAX`] that only its owner may read: this user, or root.
+/// Reads a text of at most [`FILE_MAX`] that is readable only by its owner, this user or root.
 ///
 /// # Errors
-/// When it cannot be read, or others may read it.
+/// If it cannot be read, or other users may read it.
 pub fn load_private(path: &Path) -> Result<String, LoadError> {
     read_private(path).map_err(|kind| LoadError::new(path, kind))
 }
 
-/// Reads a file of at most [`FILE_MAX`] that only its owner may read: this user, or root.
+/// Reads a file of at most [`FILE_MAX`] that is readable only by its owner, this user or root.
 pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let file = File::open(path).map_err(LoadErrorKind::Io)?;
     let found = file.metadata().map_err(LoadErrorKind::Io)?;
@@ -232,20 +233,20 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
         .map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }
 
-/// Example of a file of keys.
 pub(super) const KEYS_HINT: &str =
     "write `clients: [{name: …, key: …}]` into a file of the supervisor's user, mode 0600";
 
-/// How a model file begins.
+/// First bytes of a model file.
 const GGUF: &[u8] = b"GGUF";
 
-/// The deepest nesting of a configuration (our choice; its keys need 8).
+/// Maximum nesting of a configuration (our choice; its keys need 8).
 pub(super) const DEPTH_MAX: usize = 64;
 
-/// Whether values of a YAML text are nested deeper than [`DEPTH_MAX`]: the parser's time is quadratic in the depth.
+/// Returns whether values of a YAML text are nested deeper than [`DEPTH_MAX`]; the parser's time is quadratic in the
+/// depth.
 ///
-/// Brackets in comments and quoted text do not count. Depth by indentation needs as many columns as levels on each
-/// line, so the size of the file bounds it.
+/// Brackets in comments and quoted text do not count. A level of indentation needs at least one more column on each of
+/// its lines, so the file size bounds the depth by indentation.
 pub(super) fn is_too_deep(text: &str) -> bool {
     let (mut flow, mut quote) = (0usize, None::<char>);
     for line in text.lines() {

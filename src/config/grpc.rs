@@ -1,4 +1,4 @@
-//! Settings of gRPC: sockets, roles and limits of peers.
+//! Settings of gRPC: sockets, roles, and limits per peer.
 
 use std::{net::SocketAddr, path::Path, time::Duration};
 
@@ -10,7 +10,6 @@ use super::{
 use cotenant_policy::roles::{Bounds, Ids, Role};
 use cotenant_units::Bytes;
 
-/// Checks the section `grpc`.
 pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
     let socket = match raw.socket.0.as_deref() {
         Some("none") => None,
@@ -82,7 +81,7 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
         file("key", &raw.key),
         file("client_ca", &raw.client_ca),
     );
-    // No tenant: a lease's holder is a process that is measured here.
+    // Tenant is excluded: the holder of a lease is a process measured on this machine.
     let roles = [
         ("operator", Role::Operator),
         ("viewer", Role::Viewer),
@@ -126,7 +125,7 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     }
 }
 
-/// Ids of users or groups. The highest number is not an id: it means none (`chown(2)`).
+/// Reads ids of users or groups. The highest number is not an id: it means none (`chown(2)`).
 fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
     if raw.len() > IDS_MAX {
         checker.fault(
@@ -140,7 +139,7 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         .collect()
 }
 
-/// An id; if a name is written instead, the fault says how to find the id.
+/// Reads an id; if a name is written instead, the fault says how to find its id.
 fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
     let number = checker.number(key, text, 0..=u32::MAX - 1);
     let name = text
@@ -198,7 +197,7 @@ fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
     }
 }
 
-/// Ids in one list: more than a household has.
+/// Ids in one list: more than a household needs.
 const IDS_MAX: usize = 256;
 
 /// More than one machine serves. Our choice.

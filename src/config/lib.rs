@@ -1,8 +1,8 @@
 //! Configuration file: raw form, validation and checked form.
 //!
-//! [`load()`] reads a file. `raw` mirrors it, `validate` turns it into a [`Config`] and reports every fault at once, so
-//! that other modules see checked values only. `deploy/cotenant.yaml` shows every key with its default, unit and range;
-//! a test compares it with the code.
+//! [`load()`] reads a file. `raw` mirrors it, `validate` turns it into a [`Config`] and reports all faults at once;
+//! other modules see only checked values. `deploy/cotenant.yaml` shows every key with its default, unit and range; a
+//! test compares it with the code.
 
 mod checker;
 mod clients;

@@ -1,4 +1,4 @@
-//! Loading of a configuration file: read, parsed, checked.
+//! Loading of a configuration file: read, parse, check.
 
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use super::{Config, LoadError, LoadErrorKind, error, raw, validate};
 /// Reads, parses and checks the file at `path`.
 ///
 /// # Errors
-/// When the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or when any of its
-/// values is out of range; in the last case all faults are named.
+/// If the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or has values out of
+/// range; the last case reports all faults.
 pub fn load(path: &Path) -> Result<Config, LoadError> {
     let read = || {
         let text = error::read_limited(path)?;
@@ -34,7 +34,7 @@ impl Config {
     /// ```
     ///
     /// # Errors
-    /// As [`load`], without those of reading a file.
+    /// As [`load`], except for those of reading a file.
     pub fn parse(text: &str) -> Result<Self, LoadErrorKind> {
         if error::is_too_deep(text) {
             return Err(LoadErrorKind::TooDeep);

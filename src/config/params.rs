@@ -10,10 +10,10 @@ use cotenant_policy::params::{
 use cotenant_units::Bytes;
 
 impl Config {
-    /// The settings of policy for a `machine`, whose whole memory is the budget unless `budget.total` is set.
+    /// Returns the settings of policy for a `machine`. Its whole memory is the budget unless `budget.total` is set.
     ///
     /// # Errors
-    /// A total above the machine's memory, and the faults of [`Config::params_within`].
+    /// If the total exceeds the machine's memory, and as [`Config::params_within`].
     pub fn params(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
         if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
             let hint = match machine.limited_by {
@@ -32,11 +32,12 @@ impl Config {
         self.params_within(machine)
     }
 
-    /// The settings of policy for a machine that may have less than `budget.total`: a limit may be lowered at any time.
+    /// Returns the settings of policy for a machine that may have less than `budget.total`, since a limit may be
+    /// lowered at any time.
     ///
     /// # Errors
-    /// All contradictions with a budget of that size at once: a reserve or watermarks that leave nothing, workers that
-    /// can never be granted their memory.
+    /// All contradictions with a budget of that size: a reserve or watermarks that leave nothing, workers whose memory
+    /// can never be granted.
     pub fn params_within(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
         let total = self
             .budget
@@ -50,7 +51,8 @@ impl Config {
         let marks = &self.budget.watermarks;
         let before_llm = before_llm(self);
         let hysteresis = limit(self.budget.hysteresis, defaults.pressure.hysteresis);
-        // A larger hysteresis raises it up to a quarter of the budget, so that one shed ends the level.
+        // A larger hysteresis raises the minimum reclaim, up to a quarter of the budget, so that one shed ends the
+        // level.
         let ends_level = hysteresis.min(budget.per_mille(250));
         let params = Params {
             pressure: PressureParams {
@@ -108,7 +110,7 @@ impl Config {
         }
     }
 
-    /// A fault found by policy, with its path in the file.
+    /// Converts a fault found by policy to its path in the file.
     fn fault(&self, fault: &ParamFault) -> Fault {
         let (path, hint) = match fault.setting.as_str() {
             "budget.reserve" => ("budget.reserve".to_owned(), BUDGET_HINT),
@@ -138,7 +140,7 @@ impl Config {
         )
     }
 
-    /// A watermark as it was written, where that is a percentage.
+    /// Returns a watermark as written, if it is a percentage.
     fn percentage_at(&self, path: &str) -> Option<String> {
         let marks = &self.budget.watermarks;
         let mark = match path {
@@ -155,7 +157,7 @@ impl Config {
         }
     }
 
-    /// `worker.asr.open.peak` as `workers[0].memory.variants[1].peak`.
+    /// Converts `worker.asr.open.peak` to `workers[0].memory.variants[1].peak`.
     fn worker_path(&self, setting: &str) -> String {
         let mut steps = setting.split('.').skip(1);
         let (name, size) = (steps.next(), steps.next());
@@ -178,7 +180,7 @@ fn worker(
     before_llm: &[String],
     budget: Bytes,
 ) -> WorkerParams {
-    // A size that the configuration does not state does not keep a small budget from being used.
+    // A size not stated in the configuration must not make a small budget unusable.
     let least = Bytes::new(budget.get() / AUTO_SHARE).max(config.memory.steady);
     let peak = if config.memory.auto {
         config.memory.peak.min(least)
@@ -215,7 +217,7 @@ fn worker(
     }
 }
 
-/// Name of a worker's program with its options: another program, model or option has another name.
+/// Returns a hash of a worker's arguments and environment: another program, model or option gives another hash.
 fn model(config: &WorkerConfig) -> String {
     let words = config.argv.iter();
     let words = words.chain(config.env.iter().flat_map(|(name, value)| [name, value]));
@@ -228,17 +230,17 @@ fn model(config: &WorkerConfig) -> String {
     format!("{hash:016x}")
 }
 
-/// The first start of a worker with sizes to be learned reserves at most this part of the budget (our choice: a
-/// recogniser, a voice and an LLM).
+/// Divisor of the budget that bounds the initial reservation of a worker with learned sizes (our choice: a recogniser,
+/// a voice and an LLM).
 const AUTO_SHARE: u64 = 3;
 
-/// FNV-1a of 64 bits: the same in every version of this program.
+/// 64-bit FNV-1a: the same in every version of this program.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
-/// Time that policy allows a worker beyond `ready.timeout`: our choice, longer than a busy machine keeps a thread
-/// waiting. The worker's own supervision normally ends the wait, since it has the error of the last attempt; the
-/// arbiter's deadline is the backstop.
+/// Time that policy allows a worker beyond `ready.timeout`. Our choice: longer than threads wait on a busy machine.
+/// Normally the worker's own supervision ends the wait, with the error of the last attempt; the arbiter's deadline is
+/// the backstop.
 const READY_BACKSTOP: Duration = Duration::from_secs(5);
 
 const BUDGET_HINT: &str = "lower `budget.reserve` or raise `budget.total`";

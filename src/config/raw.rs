@@ -1,6 +1,6 @@
-//! Raw form of the configuration file: every scalar is text, so that all faults are listed.
+//! Raw form of the configuration file: every scalar is text, so that all faults can be listed.
 //!
-//! Only the form is checked here: YAML, known keys, no duplicate key, lists where lists belong.
+//! Only the form is checked here: YAML, known keys, no duplicate keys, lists where lists are expected.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -12,15 +12,15 @@ use serde_yaml::Value;
 
 use super::error::{Fault, LoadErrorKind, is_too_deep};
 
-/// A scalar as written; absent when the key is not there.
+/// Scalar as written; `None` if the key is missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Text(pub(super) Option<String>);
 
-/// Keys and their texts, in the order of the keys; a key may come once.
+/// Keys and their texts, sorted by key, without duplicates.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Table(pub(super) BTreeMap<String, String>);
 
-/// Declares parts of the file. A key without a type is a scalar.
+/// Declares sections of the file. A key without a type is a scalar.
 macro_rules! raw {
     ($($(#[$attribute:meta])? $part:ident { $($key:ident $(: $type:ty)?),+ $(,)? })+) => {$(
         #[derive(Debug, Default, Deserialize)]
@@ -88,21 +88,21 @@ raw! {
     RawTelemetry { otlp, otlp_ca, vllm_names }
 }
 
-/// Reads the form of a file. A file without content is an empty mapping.
+/// Parses the form of a file. A file without content is an empty mapping.
 pub(super) fn parse<T: Default + DeserializeOwned>(text: &str) -> Result<T, LoadErrorKind> {
     if is_blank(text) {
         return Ok(T::default());
     }
     serde_path_to_error::deserialize(serde_yaml::Deserializer::from_str(text)).map_err(|error| {
-        // `.` is the file itself, `?` a key that could not be read.
+        // `.` is the file itself, `?` an unreadable key.
         let path = error.path().to_string();
         let path = path.trim_end_matches('?').trim_end_matches('.').to_owned();
         LoadErrorKind::Faults(vec![fault(path, error.inner())])
     })
 }
 
-/// Position of the value at `path` (`workers[0].argv`), from line and column 1; if it is missing, of the innermost
-/// mapping or list around it.
+/// Returns line and column, from 1, of the value at `path` (`workers[0].argv`); if it is missing, of the innermost
+/// enclosing mapping or list.
 pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     let steps: Vec<&str> = path
         .split(['.', '['])
@@ -120,7 +120,7 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     })
 }
 
-/// Whether a file sets no value. An empty list is a value: it means none.
+/// Returns whether a file sets no value. An empty list is a value: it means none.
 pub(super) fn sets_nothing(text: &str) -> bool {
     fn is_nothing(value: &Value) -> bool {
         match value {
@@ -134,13 +134,12 @@ pub(super) fn sets_nothing(text: &str) -> bool {
             && serde_yaml::from_str(text).is_ok_and(|value: Value| is_nothing(&value))
 }
 
-/// Comments and white space alone.
+/// Returns whether a text consists of comments and white space.
 fn is_blank(text: &str) -> bool {
     text.lines()
         .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
-/// Converts an error of the YAML reader.
 fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     let position = error.location().map(|at| (at.line(), at.column()));
     let whole = error.to_string();
@@ -148,7 +147,7 @@ fn fault(path: String, error: &serde_yaml::Error) -> Fault {
         Some((line, column)) => whole.replace(&format!(" at line {line} column {column}"), ""),
         None => whole,
     };
-    // The reader puts the path in front of its message, or that of the mapping around.
+    // The reader prefixes its message with the path, or with that of the enclosing mapping.
     let message = match message.split_once(": ") {
         Some((front, rest)) if path.starts_with(front) => rest,
         _ => &message,
@@ -203,7 +202,7 @@ fn explain(message: &str) -> (String, Option<String>) {
     (message.to_owned(), None)
 }
 
-/// The known word that differs least from `word`, if it is close enough to be meant.
+/// Returns the known word closest to `word`, if it is close enough to be intended.
 pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     known
         .iter()
@@ -213,7 +212,7 @@ pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
         .map(|(_, candidate)| candidate)
 }
 
-/// `a`, `b` and `c`, each in backticks.
+/// Joins words as `a`, `b` and `c`, each in backticks.
 pub(super) fn list(words: &[&str]) -> String {
     match words {
         [] => String::new(),
@@ -225,7 +224,7 @@ pub(super) fn list(words: &[&str]) -> String {
     }
 }
 
-/// Insertions, deletions and replacements that turn one word into the other; words beyond 64 bytes are far away.
+/// Returns the edit distance of two words; words longer than 64 bytes count as unrelated.
 fn distance(from: &str, to: &str) -> usize {
     if from.len().max(to.len()) > 64 {
         return usize::MAX;
@@ -251,7 +250,7 @@ fn distance(from: &str, to: &str) -> usize {
 
 impl<'de> Deserialize<'de> for Text {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // Asked for a string, the reader hands over any scalar as it is written: `no`, `~` and `12` alike.
+        // When a string is requested, the reader returns any scalar as written: `no`, `~` and `12` alike.
         String::deserialize(deserializer).map(|text| Self(Some(text)))
     }
 }
@@ -279,7 +278,7 @@ impl<'de> Deserialize<'de> for Table {
     }
 }
 
-/// `auto`, as if it were not there, or a mapping.
+/// `auto`, treated as absent, or a mapping.
 #[derive(Debug, Default)]
 pub(super) struct MemoryForm(pub(super) RawMemory);
 
@@ -308,7 +307,7 @@ impl<'de> Deserialize<'de> for MemoryForm {
     }
 }
 
-/// Descends a path and fails at its end, so that the reader's error has the position.
+/// Descends a path and fails at its end, so that the reader's error carries the position.
 struct Walk<'a>(&'a [&'a str]);
 
 impl<'de> DeserializeSeed<'de> for Walk<'_> {
@@ -396,7 +395,7 @@ impl Walk<'_> {
     }
 }
 
-/// Causes in the words of the YAML parser, their names here if different, and the remedy.
+/// Errors of the YAML parser, our wording if different, and the remedy.
 const EXPLAINED: [(&str, &str, &str); 8] = [
     ("did not find expected", "", LOOK),
     ("not allowed in this context", "", LOOK),

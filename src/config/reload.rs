@@ -1,7 +1,7 @@
 //! Merge of a changed file into a running configuration, key by key.
 //!
-//! Every field of [`Config`] is destructured here with its key, so that a new setting does not compile without a
-//! decision.
+//! Every field of [`Config`] is destructured here with its key, so that a new setting does not compile until it is
+//! assigned.
 
 use super::{
     BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig,
@@ -10,7 +10,8 @@ use super::{
 };
 use cotenant_policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
-/// The settings of `running` with those of `file` that a running supervisor takes over, and the keys that differ.
+/// Returns the settings of `running` updated with those of `file` that apply without a restart, and the keys that
+/// differ.
 ///
 /// ```
 /// use cotenant_config::{Config, reloaded};
@@ -27,17 +28,17 @@ pub fn reloaded(running: &Config, file: &Config) -> (Config, ChangedKeys) {
     (config, merge.changes)
 }
 
-/// Takes settings over or keeps them, and notes the keys.
+/// Applies or keeps settings, and records their keys.
 #[derive(Default)]
 struct Merge {
     changes: ChangedKeys,
-    /// Every key that was looked at, and whether it is taken over.
+    /// Every key examined, and whether it is applied.
     #[cfg(test)]
     seen: Vec<(String, bool)>,
 }
 
-/// Builds a struct of settings field by field: fields after `live` are taken over, fields after `fixed` kept. A field's
-/// key is its own name below `at`, or the one after `as`.
+/// Builds a struct of settings field by field: fields after `live` are applied, fields after `fixed` kept. A field's
+/// key is its own name below `at`, or the name after `as`.
 macro_rules! merged {
     (
         $merge:ident, $at:expr, $old:expr, $new:expr,
@@ -56,7 +57,7 @@ macro_rules! merged {
 }
 
 impl Merge {
-    /// A setting that is taken over.
+    /// Applies a setting.
     fn live<T: Clone + PartialEq>(&mut self, key: &str, old: &T, new: &T) -> T {
         #[cfg(test)]
         self.seen.push((key.to_owned(), true));
@@ -66,7 +67,7 @@ impl Merge {
         new.clone()
     }
 
-    /// A setting that counts from the next start of the supervisor.
+    /// Keeps a setting until the supervisor restarts.
     fn fixed<T: Clone + PartialEq>(&mut self, key: &str, old: &T, new: &T) -> T {
         #[cfg(test)]
         self.seen.push((key.to_owned(), false));
@@ -146,7 +147,7 @@ impl Merge {
         })
     }
 
-    /// Workers of the same name; one that is new or gone needs a restart, and so does another order.
+    /// Merges workers by name; an added, removed or reordered worker requires a restart.
     fn workers(&mut self, old: &[WorkerConfig], new: &[WorkerConfig]) -> Vec<WorkerConfig> {
         let names = |workers: &[WorkerConfig]| -> Vec<String> {
             workers.iter().map(|worker| worker.name.clone()).collect()
@@ -219,7 +220,7 @@ mod tests {
     const WORKERS: &str =
         "llm: {path: /m.gguf}\nworkers: [{name: NAME, argv: [x], memory: {steady: 1MiB}}]";
 
-    /// Every key with whether it is taken over; those of workers as `workers.NAME.key`.
+    /// Returns every key with whether it is applied; those of workers as `workers.NAME.key`.
     fn keys() -> Vec<(String, bool)> {
         let config = Config::parse(&WORKERS.replace("NAME", "name")).unwrap();
         let mut merge = Merge::default();

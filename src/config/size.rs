@@ -1,16 +1,16 @@
 //! Sizes, percentages and durations that carry their unit: `1.5GiB`, `6.5%`, `1m 30s`.
 //!
-//! Integer arithmetic only. A bare number is refused, because the reader of a file cannot know its unit; so are `12G`
-//! and `12GB`, which some programs take for 10⁹ and others for 2³⁰ bytes, a silent difference of 7 %.
+//! Integer arithmetic only. A bare number is refused, because its unit is not visible to the reader of a file; so are
+//! `12G` and `12GB`, which mean 10⁹ bytes in some programs and 2³⁰ in others, a silent difference of 7 %.
 
 use std::time::Duration;
 
 use cotenant_units::Bytes;
 
-/// Fault of a size, a percentage or a duration.
+/// Fault in a size, a percentage or a duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    /// No text at all.
+    /// Empty text.
     #[error("is not a {0}: it is empty")]
     Empty(&'static str),
     /// Not a number followed by a unit.
@@ -19,12 +19,12 @@ pub enum SizeError {
     /// A bare number.
     #[error("`{0}` has no unit")]
     NoUnit(String, &'static str),
-    /// A unit that means two things.
+    /// Ambiguous unit.
     #[error(
         "`{text}` is ambiguous: `{unit}` is 10^{power} bytes to some programs and 2^{shift} to others"
     )]
     Ambiguous {
-        /// As written.
+        /// Text as written.
         text: String,
         /// Its unit.
         unit: String,
@@ -35,26 +35,26 @@ pub enum SizeError {
         /// Probable intention.
         meant: String,
     },
-    /// A unit that does not exist.
+    /// Unknown unit.
     #[error("`{text}` has the unknown unit `{unit}`")]
     UnknownUnit {
-        /// As written.
+        /// Text as written.
         text: String,
         /// Its unit.
         unit: String,
-        /// The units that exist.
+        /// Known units.
         known: &'static str,
     },
-    /// More than can be counted.
+    /// Exceeds the representable range.
     #[error("`{0}` is too large")]
     TooLarge(String, &'static str),
-    /// Less than one byte, nanosecond or thousandth remains as a fraction.
+    /// A fraction smaller than one byte, nanosecond or thousandth.
     #[error("`{0}` is not a whole number of {2}")]
     Fraction(String, &'static str, &'static str),
 }
 
 impl SizeError {
-    /// Correction.
+    /// Returns the correction.
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
@@ -84,7 +84,7 @@ impl SizeError {
     }
 }
 
-/// Parses a size: a number, with a decimal fraction if need be, and one of `B`, `KiB`, `MiB`, `GiB`, `TiB`.
+/// Parses a size: a number, optionally with a decimal fraction, and one of `B`, `KiB`, `MiB`, `GiB`, `TiB`.
 ///
 /// ```
 /// use cotenant_config::parse_size;
@@ -94,7 +94,7 @@ impl SizeError {
 /// ```
 ///
 /// # Errors
-/// When the text is anything else, or not a whole number of bytes.
+/// If the text is anything else, or not a whole number of bytes.
 pub fn parse_size(text: &str) -> Result<Bytes, SizeError> {
     let text = text.trim();
     let (number, unit) = split(text, SIZE)?;
@@ -115,7 +115,7 @@ pub fn parse_size(text: &str) -> Result<Bytes, SizeError> {
     Ok(Bytes::new(whole))
 }
 
-/// Parses a duration: one or more numbers, each with one of `us`, `ms`, `s`, `m`, `h`, `d`, added up.
+/// Parses a duration: the sum of one or more numbers, each with one of `us`, `ms`, `s`, `m`, `h`, `d`.
 ///
 /// ```
 /// use std::time::Duration;
@@ -126,7 +126,7 @@ pub fn parse_size(text: &str) -> Result<Bytes, SizeError> {
 /// ```
 ///
 /// # Errors
-/// When the text is anything else, or not a whole number of nanoseconds.
+/// If the text is anything else, or not a whole number of nanoseconds.
 pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
     let text = text.trim();
     let mut rest = text;
@@ -164,7 +164,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
                 });
             }
         };
-        // `1s1s` is a slip of the hand, and `30s 1m` too.
+        // `1s1s` and `30s 1m` are mistakes: units must decrease.
         if scale >= larger {
             return Err(SizeError::Malformed(text.to_owned(), DURATION));
         }
@@ -189,7 +189,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
 /// Parses a percentage with at most one decimal into thousandths: `6.5%` is 65.
 ///
 /// # Errors
-/// When the text is anything else or above 100 %.
+/// If the text is anything else or above 100 %.
 pub(super) fn parse_per_mille(text: &str) -> Result<u32, SizeError> {
     let text = text.trim();
     let (number, unit) = split(text, PERCENTAGE)?;
@@ -229,7 +229,7 @@ fn split<'a>(text: &'a str, kind: &'static str) -> Result<(&'a str, &'a str), Si
     }
 }
 
-/// A number of bytes in the largest unit that divides it: `1GiB`, `1000B`.
+/// Formats a number of bytes in the largest unit that divides it: `1GiB`, `1000B`.
 fn exact(bytes: u64) -> String {
     let (unit, shift) = match bytes.trailing_zeros() {
         30.. => ("GiB", 30),
@@ -240,7 +240,7 @@ fn exact(bytes: u64) -> String {
     format!("{}{unit}", bytes >> shift)
 }
 
-/// Digits, and at most one point between digits, followed by at most [`DECIMALS_MAX`].
+/// Accepts digits with at most one point between them, followed by at most [`DECIMALS_MAX`].
 fn is_number(text: &str) -> bool {
     let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     match text.split_once('.') {
@@ -251,7 +251,7 @@ fn is_number(text: &str) -> bool {
     }
 }
 
-/// `number × scale` and whether a fraction was left over; `None` when it does not fit.
+/// Returns `number × scale` and whether a fraction remains; `None` on overflow.
 fn scaled(number: &str, scale: u64) -> Option<(u64, bool)> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let mut value = whole.parse::<u64>().ok()?.checked_mul(scale)?;
@@ -265,7 +265,6 @@ fn scaled(number: &str, scale: u64) -> Option<(u64, bool)> {
     Some((value, !exact.is_multiple_of(ten_to)))
 }
 
-/// The error for an unknown unit.
 fn size_unit_error(text: &str, number: &str, unit: &str) -> SizeError {
     let lower = unit.to_ascii_lowercase();
     let letter = lower.chars().next().unwrap_or(' ');
@@ -292,7 +291,7 @@ fn size_unit_error(text: &str, number: &str, unit: &str) -> SizeError {
     }
 }
 
-/// As many as a `u64` holds.
+/// Number of decimal digits that fit into a `u64`.
 const DECIMALS_MAX: usize = 18;
 const NANOS_PER_SECOND: u64 = 1_000_000_000;
 const SIZE: &str = "size";

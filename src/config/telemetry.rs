@@ -8,7 +8,6 @@ use super::{
     raw::{RawTelemetry, Text},
 };
 
-/// Checks the section `telemetry`.
 pub(super) fn check(checker: &mut Checker, raw: &RawTelemetry) -> TelemetryConfig {
     TelemetryConfig {
         otlp: otlp(checker, &raw.otlp),
@@ -72,7 +71,7 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
     let path = match path {
         "" | "/" if !grpc => "/v1/traces",
         "" | "/" => "",
-        // gRPC has none.
+        // gRPC has no path.
         _ if grpc => return None,
         path => path,
     };
@@ -87,11 +86,11 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
 const HINT: &str = "write the address of a collector: `grpc://127.0.0.1:4317`, `grpcs://…`, `http://127.0.0.1:4318` or \
                     `https://…`, or `none`";
 
-/// Ports that OTLP has for both protocols.
+/// Ports assigned to OTLP for both protocols.
 const GRPC_PORT: u16 = 4317;
 const HTTP_PORT: u16 = 4318;
 
-/// The longest name of a host (RFC 1035), and of a path (our choice).
+/// Maximum length of a host name (RFC 1035), and of a path (our choice).
 const HOST_MAX: usize = 253;
 const PATH_MAX: usize = 512;
 

@@ -1,4 +1,4 @@
-//! Tests of whole configuration files and of their faults.
+//! Tests of complete configuration files and of their faults.
 
 use std::path::Path;
 
@@ -8,13 +8,13 @@ use cotenant_units::Bytes;
 
 const EXAMPLE: &str = include_str!("../../deploy/cotenant.yaml");
 
-/// Output of `cotenant` for a file with this text.
+/// Returns the output of `cotenant` for a file with this text.
 fn report(text: &str) -> String {
     let kind = Config::parse(text).unwrap_err();
     LoadError::new(Path::new("/etc/cotenant/cotenant.yaml"), kind).report()
 }
 
-/// The example with every commented key switched on: lines `# key:` and `#   key:`, not sentences.
+/// Returns the example with every commented key enabled: lines `# key:` and `#   key:`, not sentences.
 fn example_in_full() -> String {
     let is_code = |line: &str| {
         let line = line.trim_start().trim_start_matches("- ");
@@ -42,7 +42,7 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
     assert_eq!(Config::parse("# nothing\n\n").unwrap(), defaults);
     assert_eq!(Config::parse("---\n").unwrap(), defaults);
     let example = Config::parse(EXAMPLE).unwrap();
-    // Watermarks are written out in the example and left to policy otherwise: compare the derived values.
+    // The example writes watermarks out, the default leaves them to policy: compare the derived values.
     let total = MachineMemory::of(Bytes::from_mib(15_656));
     assert_eq!(example.params(&total), defaults.params(&total));
     let same = Config {
@@ -438,7 +438,7 @@ fn deep_nesting_is_refused_before_it_is_parsed() {
             "{open:?}"
         );
     }
-    // Brackets in text and comments are no nesting.
+    // Brackets in text and comments do not nest.
     let argv = "[".repeat(100);
     for text in [
         format!("# {argv}\n"),
@@ -478,7 +478,7 @@ fn the_memory_of_a_worker_may_be_left_to_be_learned() {
             "{text}"
         );
     }
-    // A small budget is not kept from use by a size that the configuration does not state.
+    // A size not stated in the configuration must not make a small budget unusable.
     let text = "budget: {total: 300MiB, reserve: 0MiB}\nworkers: [{name: asr, argv: [a], protocol: none}]\n";
     let params = Config::parse(text)
         .unwrap()

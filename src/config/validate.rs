@@ -1,4 +1,4 @@
-//! Validation of the raw file: every value parsed, every range checked, all faults at once.
+//! Validation of the raw file: parse every value, check every range, report all faults at once.
 
 use std::{
     collections::BTreeMap,
@@ -30,7 +30,7 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Layers, Tokens};
 
-/// Checks every value of the file whose text is `text`.
+/// Checks every value of a file with the text `text`.
 pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind> {
     let mut checker = Checker::default();
     let state_dir = checker
@@ -91,7 +91,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     Err(LoadErrorKind::Faults(faults))
 }
 
-/// Names, sockets and ports that are used twice.
+/// Reports names, sockets and ports used twice.
 fn collisions(config: &Config) -> Vec<Fault> {
     let mut faults = Vec::new();
     let mut taken: BTreeMap<String, String> = BTreeMap::new();
@@ -142,7 +142,7 @@ fn collisions(config: &Config) -> Vec<Fault> {
     faults
 }
 
-/// Aliases of models that are not there, or that are models themselves.
+/// Reports aliases of unknown models, and aliases that are themselves models.
 fn unknown_models(config: &Config) -> Vec<Fault> {
     let llm = config.llm.iter().map(|llm| llm.name.as_str());
     let speech = config
@@ -446,7 +446,7 @@ impl Checker {
         }
     }
 
-    /// The vocabulary: a number of tokens, or the path of a text.
+    /// Reads the vocabulary: a number of tokens, or the path of a text.
     fn vocabulary(&mut self, raw: &Text) -> VocabularyConfig {
         const PATH: &str = "llm.vocabulary";
         match raw.0.as_deref() {
@@ -567,15 +567,15 @@ impl Checker {
     }
 }
 
-/// Our choice: longer than any answer that is spoken, and than most that are read.
+/// Our choice: longer than any spoken answer, and than most written ones.
 const ANSWER_TOKENS_MAX: u32 = 4096;
-/// Our choice: longer than clients wait for each other.
+/// Our choice: longer than clients wait for one another.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(300);
-/// Our choice: longer than a spoken answer, shorter than most clients wait for their first token.
+/// Our choice: longer than a spoken answer, shorter than most clients' timeout for the first token.
 const ANSWER_TIME_SHARED: Duration = Duration::from_secs(60);
-/// The largest prefill chunk, as the engine's.
+/// Largest prefill chunk of the engine.
 const CHUNK_MAX: u32 = 4096;
-/// Each position costs a reading of the file; more faults than this are reported without one.
+/// Each position requires parsing the file again; further faults are reported without one.
 const POSITIONS_MAX: usize = 100;
 const HTTP_PORT: u16 = 8410;
 const STATE_DIR: &str = "/var/lib/cotenant";

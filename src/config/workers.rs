@@ -15,7 +15,6 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// Checks the list of workers.
 pub(super) fn check(
     checker: &mut Checker,
     raw: &[RawWorker],
@@ -169,7 +168,7 @@ fn model(
 }
 
 impl WorkerProtocol {
-    /// Whether it runs over HTTP.
+    /// Returns whether it uses HTTP.
     #[must_use]
     pub const fn is_http(self) -> bool {
         matches!(
@@ -179,7 +178,6 @@ impl WorkerProtocol {
     }
 }
 
-/// Address of a worker.
 fn endpoint(
     checker: &mut Checker,
     raw: &RawWorker,
@@ -215,7 +213,7 @@ fn endpoint(
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
             .map_or(Listen::Nowhere, Listen::Port),
-        // Another user may not create a socket in the daemon's folder.
+        // A worker of another user may not create a socket in the daemon's folder.
         (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
             let socket = runtime_dir.join(format!("{name}.sock"));
@@ -226,7 +224,7 @@ fn endpoint(
     }
 }
 
-/// Program, arguments and environment, with their placeholders.
+/// Reads program, arguments and environment, with their placeholders.
 fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) {
     let key = format!("{at}.argv");
     match raw.argv.first() {
@@ -529,7 +527,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     let auto = raw.steady.0.is_none();
     let steady = checker.size(&steady_key, &raw.steady, WORKER_SIZES);
     let (steady, peak) = if auto {
-        // The reservation of a first start may be written alone.
+        // The reservation for the first start may be given without other sizes.
         let first = checker.size(&peak_key, &raw.peak, WORKER_SIZES);
         (AUTO_STEADY, first.unwrap_or(AUTO_PEAK))
     } else {
@@ -550,7 +548,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     }
 }
 
-/// Notification of memory pressure, and its reliable effect.
+/// Reads the notification of memory pressure, and its guaranteed effect.
 fn pressure(
     checker: &mut Checker,
     raw: &RawPressure,
@@ -595,7 +593,7 @@ fn pressure(
     PressureConfig { watch, shrinks_to }
 }
 
-/// The peak as written or, before it is measured, a quarter above the size at rest.
+/// Reads the peak; by default a quarter above the size at rest, until it is measured.
 fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> Bytes {
     let steady = steady.unwrap_or_default();
     let Some(peak) = checker.size(at, raw, WORKER_SIZES) else {
@@ -644,29 +642,28 @@ pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> Rest
     }
 }
 
-/// Peak over steady until it has been measured: 1.11 to 1.19 was seen for speech stacks, 20–40 % is the rule of thumb.
+/// Peak over steady until it is measured: speech stacks showed 1.11 to 1.19, 20–40 % is the rule of thumb.
 const PEAK_ABOVE_STEADY_PER_MILLE: u32 = 250;
 
-/// Memory of a compiled pattern; a counted repetition of a repetition would take gigabytes.
+/// Memory limit of a compiled pattern; a nested counted repetition could take gigabytes.
 const PATTERN_BYTES_MAX: usize = 1 << 20;
 
-/// Reservation for the first start of a worker with sizes to be learned, without a `peak` (our choice: Whisper tiny and
-/// base and Piper take 145 to 320 MiB). Use beyond it is booked as measured.
+/// Reservation for the first start of a worker with learned sizes and no `peak` (our choice: Whisper tiny and base and
+/// Piper take 145 to 320 MiB). Use beyond it is booked as measured.
 const AUTO_PEAK: Bytes = Bytes::from_mib(320);
 
-/// Initial size at rest of such a worker: nearly zero, since its lease follows the measured use.
+/// Initial size at rest of such a worker: nearly zero, since its lease follows measured use.
 const AUTO_STEADY: Bytes = Bytes::from_kib(4);
 
-/// From a page to far beyond any device.
+/// From one page to far beyond any device.
 const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;
 
-/// Longest time that a request waits for an answer: LiveKit's value for STT and TTS (`livekit/agents/types.py`).
+/// Longest wait of a request for an answer: LiveKit's value for STT and TTS (`livekit/agents/types.py`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The book, the metrics and the chart are meant for a handful; a bound keeps a generated file from going wild.
+/// Ledger, metrics and chart are designed for a handful; the bound stops generated files from growing without limit.
 const WORKERS_MAX: usize = 64;
 
-/// Names that the supervisor uses for itself in the book.
 const RESERVED: [&str; 4] = ["cotenant", "engine", "llm", "supervisor"];
 
 /// Placeholders of `argv` and `env`.

@@ -9,7 +9,6 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Checks every value of `wyoming:`.
 pub(super) fn check(checker: &mut Checker, raw: RawWyoming) -> WyomingConfig {
     let listen = raw.listen.iter().enumerate().filter_map(|(index, written)| {
         let path = format!("wyoming.listen[{index}]");

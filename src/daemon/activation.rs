@@ -20,31 +20,27 @@ use nix::sys::socket::{
 
 use cotenant_config::{Config, WyomingListen};
 
-/// Sockets that were passed at the start.
+/// Sockets passed at the start.
 #[derive(Debug, Default)]
 pub struct PassedSockets {
     sockets: Vec<PassedSocket>,
     faults: Vec<String>,
 }
 
-/// A listening socket that systemd holds as well.
+/// Listening socket that systemd holds as well.
 #[derive(Debug)]
 pub(super) struct PassedSocket {
     name: String,
-    /// Address of the socket.
     pub(super) address: Address,
-    /// The socket.
     pub(super) listener: PassedListener,
 }
 
-/// A socket by its kind.
 #[derive(Debug)]
 pub(super) enum PassedListener {
     Tcp(TcpListener),
     Unix(UnixListener),
 }
 
-/// Address of a socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Address {
     Tcp(SocketAddr),
@@ -52,30 +48,30 @@ pub(super) enum Address {
     Abstract(String),
 }
 
-/// Use of a passed socket.
 #[derive(Debug, PartialEq, Eq)]
 enum Use {
     /// It is served in place of our own.
     Agreed,
-    /// It is served, and the configuration does not name it under this key.
+    /// It is served, but the configuration does not contain its address under this key.
     Other(&'static str),
-    /// It is not served.
+    /// It is not served, for this reason.
     None(&'static str),
 }
 
 impl PassedSockets {
-    /// Takes the sockets.
+    /// Takes ownership of the sockets.
     ///
     /// # Safety
-    /// To be called before this process opens descriptors: those that the environment names become ours.
+    /// Must be called before this process opens descriptors, because it takes ownership of those named in the
+    /// environment.
     #[must_use]
     pub unsafe fn take() -> Self {
         let mut passed = Self::default();
         match sd_notify::listen_fds_with_names() {
             Ok(descriptors) => {
                 for (descriptor, name) in descriptors {
-                    // SAFETY: it is open, or setting its flag would have failed; by the caller's promise it has no
-                    // other owner.
+                    // SAFETY: it is open, since setting its flag succeeded; by the caller's promise it has no other
+                    // owner.
                     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
                     match PassedListener::of(descriptor) {
                         Ok((address, listener)) => passed.sockets.push(PassedSocket {
@@ -96,7 +92,7 @@ impl PassedSockets {
         passed
     }
 
-    /// Logs every socket that the configuration does not agree with.
+    /// Logs every socket that disagrees with the configuration.
     pub(super) fn report(&self, config: &Config) {
         for fault in &self.faults {
             tracing::warn!("{fault}");
@@ -116,7 +112,7 @@ impl PassedSockets {
         }
     }
 
-    /// Sockets with unconfigured addresses that other machines reach without a key, each with its setting.
+    /// Returns sockets with unconfigured addresses that other machines reach without a key, each with its setting.
     pub(super) fn open_listeners(&self, config: &Config) -> Vec<(&'static str, SocketAddr)> {
         let open = self.sockets.iter().filter_map(|socket| {
             match (
@@ -134,7 +130,7 @@ impl PassedSockets {
         .collect()
     }
 
-    /// The sockets that are served for an API.
+    /// Returns the sockets served for an API.
     pub(super) fn of<'a>(
         &'a self,
         api: &'a str,
@@ -145,7 +141,7 @@ impl PassedSockets {
         })
     }
 
-    /// Whether a socket was passed for a configured address of an API.
+    /// Returns whether a socket was passed for a configured address of an API.
     pub(super) fn hold(&self, api: &str, configured: &Address) -> bool {
         self.sockets
             .iter()
@@ -189,7 +185,7 @@ impl PassedListener {
 }
 
 impl Address {
-    /// Whether a socket that listens on `other` serves this configured address; port 0 matches any.
+    /// Returns whether a socket bound to `other` serves this configured address; port 0 matches any.
     fn takes(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Tcp(wanted), Self::Tcp(other)) => {
@@ -213,14 +209,11 @@ impl fmt::Display for Address {
     }
 }
 
-/// Name of the sockets of gRPC.
 pub(super) const GRPC: &str = "grpc";
-/// Name of the sockets of HTTP.
 pub(super) const HTTP: &str = "http";
-/// Name of the sockets of Wyoming.
 pub(super) const WYOMING: &str = "wyoming";
 
-/// Use of a socket, by its name, its address and the configuration.
+/// Determines the use of a socket from its name, its address and the configuration.
 fn purpose(name: &str, address: &Address, config: &Config) -> Use {
     let (key, configured) = match (name, address) {
         (GRPC, Address::Tcp(_)) => {
@@ -315,7 +308,7 @@ mod tests {
                 "{name} {address}"
             );
         }
-        // No certificates, no such transport, no such API.
+        // No certificates, unsupported transport, unknown API.
         for (name, address) in [
             ("grpc", tcp("127.0.0.1:8411")),
             ("http", path),

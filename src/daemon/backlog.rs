@@ -1,26 +1,25 @@
-//! Expected wait behind the requests of one worker, by how quickly it has answered lately.
+//! Backlog of one worker: expected wait, from its recent speed.
 
 use std::time::Duration;
 
 use cotenant_units::Timestamp;
 
-/// The requests that a worker has, as amounts of work: audio to be recognised, or the length of a text when it is spoken.
+/// Pending requests of a worker, measured as work: the duration of audio to recognise, or of text when spoken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Backlog {
-    /// Sum of what is not answered.
     work: Duration,
     requests: u32,
     /// Time per second of work, in microseconds; `None` before the first answer.
     pace_micros: Option<u64>,
-    /// When the last answer was given, or the first request came to an idle worker.
+    /// Time of the last answer, or of the first request to an idle worker.
     since: Timestamp,
 }
 
 impl Backlog {
-    /// Takes a request, unless its answer is not to be expected within `patience`. Returns the work that the worker now has.
+    /// Admits a request, unless its answer is expected later than `patience`. Returns the pending work, including it.
     ///
     /// # Errors
-    /// With the time that its answer would take.
+    /// Its expected time, if that exceeds `patience`.
     pub(crate) fn admit(
         &mut self,
         now: Timestamp,
@@ -39,8 +38,8 @@ impl Backlog {
         Ok(self.work)
     }
 
-    /// Takes the first part of a request whose answer is awaited to its last part, `rest` in `parts` further ones: before each
-    /// of those the worker does one part of each other request.
+    /// Admits the first part of a request whose answer is complete only after `rest`, in `parts` further parts. Before
+    /// each of these, the worker performs one part of every other request.
     ///
     /// # Errors
     /// As [`Self::admit`].
@@ -59,17 +58,18 @@ impl Backlog {
         self.admit(now, first, None)
     }
 
-    /// A request that was admitted is answered: that is a measurement.
+    /// Removes an answered request, and measures the speed by it.
     pub(crate) fn answered(&mut self, now: Timestamp, work: Duration) {
         self.answered_in(now, work, now.saturating_since(self.since));
     }
 
-    /// The same where it is known how long the worker was busy with it: between answers clients may have been slow to read.
+    /// Does the same with a known processing time `took`, since between answers a slow client may have delayed the
+    /// worker.
     pub(crate) fn answered_in(&mut self, now: Timestamp, work: Duration, took: Duration) {
         let took = took.as_micros();
         let millis = work.as_millis().max(u128::from(WORK_MIN_MILLIS));
         let pace = u64::try_from(took.saturating_mul(1000) / millis).unwrap_or(u64::MAX);
-        // A running mean: the last four answers make most of it.
+        // Running mean with a weight of a quarter for the latest answer.
         self.pace_micros = Some(match self.pace_micros {
             None => pace,
             Some(mean) => mean.saturating_mul(3).saturating_add(pace) / 4,
@@ -78,14 +78,14 @@ impl Backlog {
         self.dropped(work);
     }
 
-    /// A request that was admitted has ended without an answer.
+    /// Removes a request that ended without an answer.
     pub(crate) fn dropped(&mut self, work: Duration) {
         self.requests = self.requests.saturating_sub(1);
         self.work = self.work.saturating_sub(work);
     }
 
-    /// How long an answer to further work would take; zero before there is a measurement, and where an idle worker's last one
-    /// is old, since with nothing taken nothing would be measured.
+    /// Returns the expected time until an answer to further work. Zero before the first measurement, and for an idle
+    /// worker whose last measurement is old: refusing then would prevent a new one.
     fn expected(&self, now: Timestamp, work: Duration) -> Duration {
         let old = self.requests == 0 && now.saturating_since(self.since) > PACE_KEPT;
         let Some(pace) = self.pace_micros.filter(|_| !old) else {
@@ -105,10 +105,11 @@ impl Backlog {
     }
 }
 
-/// The least that a request counts as: one without sound takes its time too.
+/// Minimum work of a request: one without sound takes time too.
 const WORK_MIN_MILLIS: u64 = 500;
 
-/// How long a measurement counts on an idle worker. Our choice: a device that was short of memory or busy may no longer be.
+/// Validity of a measurement on an idle worker. Our choice: a device that was short of memory, or busy, may have
+/// recovered.
 const PACE_KEPT: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
@@ -128,10 +129,10 @@ mod tests {
     #[test]
     fn what_cannot_be_answered_in_time_is_refused_at_once_with_the_time_it_would_take() {
         let mut backlog = Backlog::default();
-        // Nothing is known: every request may try.
+        // Without a measurement, every request is admitted.
         backlog.admit(at(0), seconds(4), PATIENCE).unwrap();
         backlog.answered(at(2), seconds(4));
-        // Half a second for each of audio: four of 5 s are done after 10 s, a fifth is not.
+        // Half a second per second of audio: four of 5 s take 10 s, a fifth does not fit.
         for _ in 0..4 {
             backlog.admit(at(2), seconds(5), PATIENCE).unwrap();
         }
@@ -139,7 +140,7 @@ mod tests {
             backlog.admit(at(2), seconds(5), PATIENCE),
             Err(Duration::from_millis(12_500))
         );
-        // One that waits longer, or does not say, is taken, and time that has passed counts.
+        // A request with more patience, or without a limit, is admitted; elapsed time counts.
         let mut later = backlog.clone();
         later.admit(at(2), seconds(5), None).unwrap();
         backlog.admit(at(5), seconds(5), PATIENCE).unwrap();
@@ -154,7 +155,7 @@ mod tests {
         backlog.admit(at(20), seconds(5), PATIENCE).unwrap_err();
         backlog.dropped(seconds(8));
         backlog.admit(at(20), seconds(5), PATIENCE).unwrap();
-        // It has become faster: the mean follows.
+        // The worker has become faster: the mean follows.
         backlog.answered(at(21), seconds(5));
         backlog.admit(at(21), seconds(11), PATIENCE).unwrap();
     }
@@ -169,7 +170,7 @@ mod tests {
             Err(seconds(60))
         );
         backlog.admit(at(91), seconds(1), PATIENCE).unwrap();
-        // It is not tried by two at once.
+        // Only one request probes the worker.
         backlog.admit(at(91), seconds(1), PATIENCE).unwrap_err();
     }
 

@@ -1,8 +1,7 @@
 //! TCP listeners on addresses that the machine may not have yet.
 //!
-//! At boot the network starts later than the supervisor, and an address of a wireless network may disappear and return.
-//! Linux lets a socket listen on an address of no interface (`IP_FREEBIND`, ip(7)), and serves it as soon as an
-//! interface has it.
+//! At boot, the network may start after the supervisor, and a wireless address may disappear and return. Linux permits
+//! listening on an address that no interface has (`IP_FREEBIND`, ip(7)), and accepts connections once one has it.
 
 use std::{
     io,
@@ -15,7 +14,7 @@ use tokio::net::TcpSocket;
 /// Listens on an address, whether or not the machine has it now.
 ///
 /// # Errors
-/// When it is in use, this user may not listen on it, or the kernel cannot listen on an address that is not there.
+/// If it is in use, this user may not listen on it, or the kernel cannot bind a missing address.
 pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> {
     let open = || {
         let socket = if address.is_ipv4() {
@@ -30,7 +29,7 @@ pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> 
     match socket.bind(address) {
         Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
             socket = open()?;
-            // The first error names the cause where the kernel does not have the option.
+            // If the option is not supported, the first error names the cause.
             bind_freely(&socket, address).map_err(|_without| error)?;
             socket.bind(address)?;
             tracing::warn!(
@@ -42,9 +41,9 @@ pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> 
     socket.listen(BACKLOG)?.into_std()
 }
 
-/// Whether an interface has this address now.
+/// Returns whether an interface has this address.
 pub fn is_here(address: IpAddr) -> bool {
-    // No packet leaves, and no port of TCP is taken.
+    // This sends no packet, and uses no TCP port.
     let bound = UdpSocket::bind((address, 0));
     !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
@@ -74,14 +73,14 @@ fn bind_freely(socket: &impl AsFd, address: SocketAddr) -> io::Result<()> {
     }
 }
 
-/// Connections that may wait to be accepted; the value of the runtime's own listeners.
+/// Bound of the queue of connections to accept; the runtime's value for its own listeners.
 const BACKLOG: u32 = 1024;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Addresses for documentation (RFC 5737, RFC 3849), which no machine has.
+    /// Documentation addresses (RFC 5737, RFC 3849), which no machine has.
     const ABSENT: [&str; 2] = ["192.0.2.7:0", "[2001:db8::7]:0"];
 
     #[tokio::test]

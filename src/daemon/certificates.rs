@@ -4,7 +4,6 @@ use super::error::RunError;
 use cotenant_config::{TcpConfig, load_private, load_text};
 use cotenant_rpc::remote::Certificates;
 
-/// The files of gRPC for other machines, checked.
 pub(super) fn certificates_of(tcp: &TcpConfig) -> Result<Certificates, RunError> {
     let certificates = Certificates {
         certificate: load_text(&tcp.cert).map_err(RunError::Private)?,

@@ -37,7 +37,7 @@ impl ChatBackend for Llm {
                 called: false,
                 ended: false,
             };
-            // A failure before the first word is a refusal, which clients may retry.
+            // A failure before the first token is a refusal, which clients may retry.
             let mut begun = Vec::new();
             while let Some(event) = answer.next().await {
                 match event {
@@ -98,7 +98,7 @@ impl Llm {
     }
 }
 
-/// The smaller of the requested number and the client's limit.
+/// Returns the smaller of the requested limit and the client's.
 fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
     match (asked, limit) {
         (Some(asked), Some(limit)) => Some(asked.min(limit)),
@@ -106,13 +106,13 @@ fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
     }
 }
 
-/// One answer as HTTP reads it.
+/// Answer as a stream for HTTP.
 struct Answer {
     guarded: Guarded,
     llm: Llm,
     reader: AnswerReader,
     events: VecDeque<ChatEvent>,
-    /// The tokens of prompt and answer so far, where they are wanted.
+    /// Tokens of prompt and answer so far, if requested.
     context: Option<Vec<u32>>,
     called: bool,
     ended: bool,
@@ -203,7 +203,7 @@ impl Answer {
     }
 }
 
-/// Engine parameters of a chat request.
+/// Returns the engine parameters of a chat request.
 fn wanted_of(request: &ChatRequest) -> Wanted {
     Wanted {
         client: request

@@ -1,4 +1,4 @@
-//! The kernel's monotonic clock: the only place in the daemon that reads it for decisions.
+//! The kernel's monotonic clock, read for decisions only here.
 
 use std::{
     future::pending,
@@ -8,14 +8,14 @@ use std::{
 use super::control_loop::Clock;
 use cotenant_units::Timestamp;
 
-/// Time since the supervisor started.
+/// Clock that measures the time since the supervisor started.
 #[derive(Clone, Copy, Debug)]
 pub struct MonotonicClock {
     start: Instant,
 }
 
 impl MonotonicClock {
-    /// A clock that starts now.
+    /// Starts the clock.
     #[must_use]
     pub fn start() -> Self {
         Self {
@@ -23,7 +23,7 @@ impl MonotonicClock {
         }
     }
 
-    /// The time now, since the start and by the wall clock.
+    /// Returns the time since the start, and the wall-clock time.
     #[must_use]
     pub(super) fn both(&self) -> (Timestamp, SystemTime) {
         (self.now(), SystemTime::now())

@@ -44,20 +44,20 @@ use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::handle::WorkerProcess;
 
-/// Events that may wait for the loop. One event takes well under a millisecond, so a full inbox is a fault elsewhere.
+/// Bound of the loop's inbox. An event takes well under a millisecond, so a full inbox indicates a fault elsewhere.
 const INBOX_LIMIT: usize = 1024;
 
-/// Notices that a hold stream may lag behind before it reads the snapshot instead.
+/// Notices by which a hold stream may lag before it reads the snapshot instead.
 const NOTICE_LIMIT: usize = 256;
 
-/// Death certificates of one worker that can be looked back on: two rounds of restarts, and some. One has about 8 KiB.
+/// Death certificates kept per worker: two rounds of restarts and some more, at about 8 KiB each.
 const DEATHS_PER_WORKER: usize = 16;
 
-/// The control loop as the APIs and the adapters see it.
+/// The control loop as seen by APIs and adapters.
 #[derive(Debug)]
 pub struct ControlHandle {
     boot_id: String,
-    /// Earlier runs whose leases continue.
+    /// Ids of earlier runs whose leases continue.
     continued: Vec<String>,
     clock: MonotonicClock,
     inbox: mpsc::Sender<Inbound>,
@@ -67,31 +67,28 @@ pub struct ControlHandle {
     log: EventLog,
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
-    /// Answers of the LLM, and those of several stages.
+    /// Running answers, including those of several stages.
     answers: Arc<RunningAnswers>,
-    /// When the loop last ran, in microseconds.
+    /// Time of the loop's last iteration, in microseconds.
     beat: AtomicU64,
     /// Outcome of each request to lock memory.
     locked: Mutex<Vec<Locked>>,
     listeners: OnceLock<Vec<(&'static str, SocketAddr)>>,
     /// Confinement of each worker since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
-    /// Process of each worker.
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
-    /// The engine of the moment.
     engine: Mutex<Option<EngineHandle>>,
-    /// The first candidate of the next shed with its reason, from the last round of measurements.
+    /// First candidate of the next shed with its reason, as of the last round of measurements.
     next_shed: Mutex<String>,
-    /// Channel of reload calls.
     reloads: OnceLock<mpsc::Sender<ReloadCall>>,
 }
 
-/// A call to reload the configuration, with the receiver of its outcome.
+/// Call to reload the configuration, with the receiver of its outcome.
 pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 
 impl ControlHandle {
-    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases continue, and
-    /// `event_lines` is the length of the event log.
+    /// Creates a handle, and the inbox that the loop reads. `continued` holds the ids of earlier runs whose leases
+    /// continue, `event_lines` the length of the event log.
     #[must_use]
     pub fn new(
         boot_id: String,
@@ -126,30 +123,27 @@ impl ControlHandle {
         (Arc::new(control), receiver)
     }
 
-    /// Records the first candidate of the next shed.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
         let text = next.map(next_shed_in_words).unwrap_or_default();
         *locked(&self.next_shed) = text;
     }
 
-    /// Notes where calls to read the configuration again go from now on.
     pub(super) fn note_reloader(&self, calls: mpsc::Sender<ReloadCall>) {
-        // There is one in each run.
+        // Set once per run.
         let _ = self.reloads.set(calls);
     }
 
-    /// Notes which engine there is now.
     pub(super) fn note_engine(&self, handle: EngineHandle) {
         *locked(&self.engine) = Some(handle);
     }
 
-    /// Notes where a worker can be seen to run, so that its processes are known from those of others.
+    /// Registers a worker's process, which identifies its descendants.
     pub(super) fn note_worker(&self, worker: &str, process: WorkerProcess) {
         let mut processes = locked(&self.processes);
         processes.insert(worker.to_owned(), process);
     }
 
-    /// Processes of workers that run, and whose they are.
+    /// Returns the processes of running workers, with the workers' names.
     fn mains(&self) -> BTreeMap<u32, String> {
         let processes = locked(&self.processes);
         let running = processes
@@ -158,7 +152,6 @@ impl ControlHandle {
         running.collect()
     }
 
-    /// Records the confinement of a worker.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
         let mut notes = locked(&self.confinement);
         notes.insert(worker.to_owned(), lines);
@@ -169,7 +162,6 @@ impl ControlHandle {
         let _ = self.listeners.set(listeners);
     }
 
-    /// Records the outcome of a request to lock memory.
     pub(super) fn note_locked(&self, found: Locked) {
         if found.is_locked() {
             tracing::info!("{found}");
@@ -180,7 +172,7 @@ impl ControlHandle {
         all.push(found);
     }
 
-    /// Makes a new state visible.
+    /// Publishes a new state.
     pub fn publish(&self, snapshot: Arc<Snapshot>) {
         self.snapshot.send_replace(snapshot);
     }
@@ -190,13 +182,13 @@ impl ControlHandle {
         let _ = self.notices.send(notice);
     }
 
-    /// The state after the last event.
+    /// Returns the state after the last event.
     #[must_use]
     pub fn state(&self) -> Arc<Snapshot> {
         self.snapshot.borrow().clone()
     }
 
-    /// Memory of this process without the engine's; `None` if it cannot be read.
+    /// Returns the memory of this process without the engine's; `None` if it cannot be read.
     pub(super) fn own_use(&self) -> Option<Bytes> {
         let resident = processes::resident(&ProbeRoot::default().proc, std::process::id())?;
         let engine = locked(&self.engine);
@@ -210,13 +202,13 @@ impl ControlHandle {
         Some(resident.saturating_sub(touched))
     }
 
-    /// Age of the last sample; `None` before the first one.
+    /// Returns the age of the last sample; `None` before the first one.
     pub(super) fn sample_age(&self) -> Option<Duration> {
         let taken_at = self.snapshot.borrow().pressure.sample.as_ref()?.taken_at;
         Some(self.clock.now().saturating_since(taken_at))
     }
 
-    /// Counts one more request in flight at a worker, until the returned guard is dropped.
+    /// Counts a request in flight at a worker, until the returned guard is dropped.
     pub(super) fn at_work(self: &Arc<Self>, worker: &str) -> AtWork {
         self.work.send_modify(|counts| {
             let count = counts.entry(worker.to_owned()).or_default();
@@ -228,18 +220,18 @@ impl ControlHandle {
         }
     }
 
-    /// Requests in flight at each worker, and every change of them. The loop makes events of it: sent from where they
-    /// happen, two of them could overtake each other.
+    /// Returns the numbers of requests in flight at each worker, as a channel of changes. One task turns them into
+    /// events: sent from several places, two events could overtake each other.
     pub(super) fn work(&self) -> watch::Receiver<BTreeMap<String, u32>> {
         self.work.subscribe()
     }
 
-    /// Answers of the LLM, and those of several stages.
+    /// Returns the running answers, including those of several stages.
     pub(super) fn answers(&self) -> &Arc<RunningAnswers> {
         &self.answers
     }
 
-    /// Answers that run, and requests in flight at workers.
+    /// Returns the number of running answers and of requests in flight at workers.
     pub(super) fn running_answers(&self) -> u32 {
         let answers = u32::try_from(self.answers.count()).unwrap_or(u32::MAX);
         let at_workers = self.work.borrow();
@@ -248,26 +240,24 @@ impl ControlHandle {
             .fold(answers, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Notes that the loop ran at `now`.
     pub(super) fn beat(&self, now: Timestamp) {
         let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
         self.beat.store(at, Ordering::Relaxed);
     }
 
-    /// Time since the loop last ran.
+    /// Returns the time since the last iteration of the loop.
     pub(super) fn since_beat(&self) -> Duration {
         let beat = Duration::from_micros(self.beat.load(Ordering::Relaxed));
         self.clock.now().since_start().saturating_sub(beat)
     }
 
-    /// The clock of this run.
     #[must_use]
     pub(super) const fn clock(&self) -> MonotonicClock {
         self.clock
     }
 
-    /// Hands an event of our own to the loop, waiting for room: nothing that happened to the engine, a worker or the
-    /// machine may be lost.
+    /// Sends an event of the daemon to the loop, and waits for space in the inbox: events of the engine, workers and
+    /// the machine must not be lost.
     pub async fn tell(&self, event: Event) {
         let unsent = emergency::within(|| match self.inbox.try_send(event.into()) {
             Err(TrySendError::Full(inbound)) => Some(inbound),
@@ -279,7 +269,6 @@ impl ControlHandle {
     }
 }
 
-/// A request in flight at a worker.
 #[derive(Debug)]
 pub(super) struct AtWork {
     control: Arc<ControlHandle>,
@@ -371,11 +360,12 @@ impl Supervisor for ControlHandle {
             .map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
-            // It is about to run: its process may send a request before it is reported here, and descends from ours.
+            // The worker is starting: its process, a descendant of ours, may send a request before it is registered
+            // here.
             None if worker.state == WorkerState::Starting => {
                 of.is_none() && pid.is_some_and(is_descendant)
             }
-            // Decided by the arbiter.
+            // The arbiter decides.
             None => true,
         };
         (!is_it).then_some(Bar::NotTheWorker { runs_as })
@@ -406,7 +396,7 @@ impl Supervisor for ControlHandle {
             let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
             engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
             engine.sequences = sequences(handle);
-            // Of the same moment as the sequences: the arbiter's figures are those of the last event.
+            // Taken at the same time as the sequences: the arbiter's figures are those of the last event.
             (engine.kv_used_tokens, engine.kv_kept_tokens) =
                 tokens_in_cache(&engine.sequences, kept_tokens(&handle.snapshot()));
             let (read, whole) = handle.loading().unwrap_or_default();
@@ -419,13 +409,13 @@ impl Supervisor for ControlHandle {
     }
 }
 
-/// Whether a process was started by this one, or by one that was.
+/// Returns whether a process descends from this one.
 fn is_descendant(pid: u32) -> bool {
     let own = std::process::id();
     pid != own && leader_of(&ProbeRoot::default().proc, &BTreeSet::from([own]), pid).is_some()
 }
 
-/// What would be shed first, and at which headroom, for people.
+/// Describes the first candidate of the next shed, and the headroom that triggers it.
 fn next_shed_in_words(next: &NextShed) -> String {
     let (below, now) = (next.below, next.headroom);
     let when = format!("with headroom below {below} (now {now})");

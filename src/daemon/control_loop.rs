@@ -7,8 +7,8 @@
 //!                    └── the next renewal of a series ◄──────────┘ (the state is published once for the series)
 //! ```
 //!
-//! The daemon, the simulation, the RPC tests and the fault tests of the watchdog drive this loop; they differ only in
-//! [`Clock`] and [`Perform`].
+//! The daemon, the simulation, the RPC tests and the fault tests of the watchdog use this loop with different [`Clock`]
+//! and [`Perform`].
 
 use std::{collections::BTreeMap, future::Future, sync::Arc};
 
@@ -23,18 +23,18 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The time that the loop decides by.
+/// Clock of the loop.
 pub trait Clock {
-    /// Time since the supervisor started; never goes back.
+    /// Returns the time since the supervisor started; monotonic.
     fn now(&self) -> Timestamp;
 
-    /// Waits until `at`, or for ever when it is `None`.
+    /// Waits until `at`; with `None`, never returns.
     fn sleep_until(&self, at: Option<Timestamp>) -> impl Future<Output = ()> + Send;
 }
 
-/// The device that performs actions. Nothing here blocks: outcomes return as events.
+/// Device that performs actions. No method blocks: outcomes return as events.
 pub trait Perform {
-    /// Notes that the loop runs.
+    /// Records an iteration of the loop.
     fn wake(&mut self, _now: Timestamp) {}
 
     /// Records `event`, which `arbiter` has not handled yet.
@@ -43,26 +43,26 @@ pub trait Perform {
     /// Records the actions of an event.
     fn record_actions(&mut self, now: Timestamp, actions: &[Action]);
 
-    /// Passes the plans among `actions` to the engine, before everything else: other holders wait for its memory.
+    /// Passes the plans among `actions` to the engine before anything else, because other holders wait for its memory.
     fn apply_plans(&mut self, actions: &[Action]);
 
-    /// Makes the state durable and visible. Runs before `actions` are performed, so that a caller finds the state of
-    /// its response published.
+    /// Makes the state durable and visible. Runs before `actions` are performed, so that a caller finds the state that
+    /// its answer refers to.
     fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]);
 
-    /// Carries out one action. Answers are delivered by the loop, and plans have been handed over already.
+    /// Performs one action, except for answers, which the loop delivers, and plans, which are already applied.
     fn perform(&mut self, action: Action);
 
-    /// When periodic work is due, if there is any.
+    /// Returns when periodic work is due, if any.
     fn next_upkeep(&self) -> Option<Timestamp> {
         None
     }
 
-    /// Does the periodic work that is due. `sampled` is whether a sample was among the last events.
+    /// Performs the periodic work that is due. `sampled` tells whether the last events included a sample.
     fn upkeep(&mut self, _now: Timestamp, _arbiter: &Arbiter, _sampled: bool) {}
 }
 
-/// An event, and the caller that waits for the response to its ticket.
+/// Event, and the caller waiting for the answer to its ticket.
 #[derive(Debug)]
 pub struct Inbound {
     /// The event.
@@ -71,24 +71,24 @@ pub struct Inbound {
     pub caller: Option<(Ticket, oneshot::Sender<Answer>)>,
 }
 
-/// The loop and all that belongs to it.
+/// The loop with its state.
 #[derive(Debug)]
 pub struct ControlLoop<C, P> {
     arbiter: Arbiter,
     clock: C,
     device: P,
     callers: BTreeMap<Ticket, oneshot::Sender<Answer>>,
-    /// Actions that wait for the state to be published.
+    /// Actions pending until the state is published.
     decided: Vec<Action>,
-    /// Free memory in the state published last.
+    /// Free memory in the last published state.
     free: Bytes,
 }
 
-/// Events taken from the inbox before periodic work is looked at: a quarter of the daemon's inbox (our choice).
+/// Events handled before periodic work is checked: a quarter of the daemon's inbox (our choice).
 const BATCH_MAX: usize = 256;
 
 impl Inbound {
-    /// Whether the event only renews the term of one lease.
+    /// Returns whether the event only renews the term of one lease.
     const fn is_renewal(&self) -> bool {
         matches!(self.event, Event::LeaseRenewed(_))
     }
@@ -104,7 +104,7 @@ impl From<Event> for Inbound {
 }
 
 impl<C: Clock, P: Perform> ControlLoop<C, P> {
-    /// A loop that has handled nothing yet.
+    /// Creates a loop in its initial state.
     pub fn new(arbiter: Arbiter, clock: C, device: P) -> Self {
         Self {
             arbiter,
@@ -116,12 +116,12 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         }
     }
 
-    /// The state machine.
+    /// Returns the state machine.
     pub const fn arbiter(&self) -> &Arbiter {
         &self.arbiter
     }
 
-    /// The device.
+    /// Returns the device.
     pub const fn device(&self) -> &P {
         &self.device
     }
@@ -131,7 +131,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         (self.arbiter, self.device)
     }
 
-    /// Runs until the inbox closes. May be dropped at any time and called again: no event is lost.
+    /// Runs until the inbox closes. Cancel-safe: no event is lost if the future is dropped and the method called again.
     pub async fn run(&mut self, inbox: &mut mpsc::Receiver<Inbound>) {
         loop {
             let deadline = self.arbiter.next_deadline();
@@ -145,7 +145,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
             };
             self.device.wake(self.clock.now());
             let sampled = received.is_some_and(|first| self.handle_batch(first, inbox));
-            // Callers that no longer wait, and could not cancel because the inbox was full.
+            // Callers that stopped waiting, and could not cancel because the inbox was full.
             self.callers.retain(|_, caller| !caller.is_closed());
             self.device.upkeep(self.clock.now(), &self.arbiter, sampled);
         }
@@ -158,7 +158,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         self.publish();
     }
 
-    /// Handles `first` and the events queued behind it; returns whether a sample was among them.
+    /// Handles `first` and the events queued after it; returns whether they included a sample.
     fn handle_batch(&mut self, first: Inbound, inbox: &mut mpsc::Receiver<Inbound>) -> bool {
         let (mut sampled, mut left) = (false, BATCH_MAX);
         let mut next = Some(first);
@@ -166,7 +166,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
             left -= 1;
             next = (left > 0).then(|| inbox.try_recv().ok()).flatten();
             sampled |= matches!(inbound.event, Event::Sampled(_));
-            // Publishing costs more than renewing: the state is published once for renewals that follow each other.
+            // Publishing is more expensive than renewing, so consecutive renewals are published together.
             let continues = inbound.is_renewal() && next.as_ref().is_some_and(Inbound::is_renewal);
             self.decide(inbound);
             if !continues {
@@ -176,7 +176,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         sampled
     }
 
-    /// Gives one event to the arbiter, and its plans to the engine.
+    /// Passes an event to the arbiter, and the resulting plans to the engine.
     fn decide(&mut self, Inbound { event, caller }: Inbound) {
         let cancelled = match &event {
             Event::LeaseRequestCancelled { ticket } => Some(*ticket),
@@ -197,7 +197,6 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         }
     }
 
-    /// Publishes the state, then performs the actions.
     fn publish(&mut self) {
         let state = Arc::new(self.arbiter.snapshot());
         self.free = state.memory.free;
@@ -207,7 +206,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
             match action {
                 Action::Answer { ticket, answer } => {
                     if let Some(caller) = self.callers.remove(&ticket) {
-                        let _ = caller.send(answer); // a caller that is gone needs no answer
+                        let _ = caller.send(answer); // the caller may be gone
                     }
                 }
                 action => self.device.perform(action),
@@ -216,11 +215,11 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
     }
 }
 
-/// Whether the arbiter retains more of an event than the emergency reserve allows, and sheds nothing for it.
+/// Returns whether handling an event retains more memory than the emergency reserve allows, without a shed.
 fn retains_much(event: &Event, free: Bytes) -> bool {
     match event {
         Event::EngineInspected { .. } | Event::Recovered { .. } => true,
-        // With memory free the lease is granted at once, and stays.
+        // With free memory, the lease is granted at once, and retained.
         Event::LeaseRequested { request, .. } => request.max <= free,
         _ => false,
     }
@@ -243,7 +242,6 @@ mod tests {
         Bytes::from_mib(mib)
     }
 
-    /// A clock that a test sets.
     #[derive(Clone, Debug, Default)]
     struct HandClock(Rc<Cell<Timestamp>>);
 
@@ -262,7 +260,7 @@ mod tests {
         }
     }
 
-    /// A device that records its calls, in order.
+    /// Device that records its calls in order.
     #[derive(Debug, Default)]
     struct Notes {
         calls: Vec<&'static str>,
@@ -336,7 +334,7 @@ mod tests {
             );
         }
 
-        /// Puts an event into the inbox, with a caller.
+        /// Sends an event with a caller to the inbox.
         fn send(&mut self, event: impl FnOnce(Ticket) -> Event) -> oneshot::Receiver<Answer> {
             self.tickets += 1;
             let ticket = Ticket(self.tickets);
@@ -347,7 +345,6 @@ mod tests {
             answer
         }
 
-        /// Runs the loop until the inbox is empty.
         fn run(&mut self) {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .build()
@@ -397,7 +394,7 @@ mod tests {
             })
         }
 
-        /// The engine carries out the plan that it was given last.
+        /// Lets the engine apply the last plan.
         fn apply(&mut self) {
             let actions = &self.control_loop.device.performed;
             let (revision, in_force) = actions
@@ -430,7 +427,7 @@ mod tests {
         params
     }
 
-    /// An engine that has loaded and is to shed, beside a small lease.
+    /// Returns a scene with a loaded engine that was asked to shed, and a small lease.
     fn shed_requested() -> (Scene, LeaseView) {
         let mut params = params();
         params.engine = Some(EngineParams::default());
@@ -504,7 +501,7 @@ mod tests {
     #[test]
     fn a_shed_that_falls_due_within_renewals_reaches_the_engine() {
         let (mut scene, lease) = shed_requested();
-        // The engine does not answer: the shed falls due again among renewals.
+        // The engine does not answer: the shed becomes due again among renewals.
         scene
             .clock
             .0
@@ -585,7 +582,7 @@ mod tests {
         assert!(scene.control_loop.callers.is_empty());
     }
 
-    /// Ranges of settings that policy works by, as the checker states them in its complaint about a value beyond them.
+    /// Returns the ranges that policy accepts, as stated in the checker's messages about values outside them.
     fn accepted_ranges() -> Vec<(String, [String; 2])> {
         let source = include_str!("../config/validate.rs");
         let literals = source.split('"').skip(1).step_by(2).map(str::to_owned);
@@ -633,7 +630,7 @@ mod tests {
             .collect()
     }
 
-    /// A configuration with these values, besides those of a small model.
+    /// Returns a configuration with these values, besides those of a small model.
     fn document(values: &[(&str, &str)]) -> String {
         let base = "{budget: {scope: session}, llm: {path: /m.gguf}}";
         let mut whole: serde_yaml::Value = serde_yaml::from_str(base).unwrap();
@@ -654,8 +651,8 @@ mod tests {
         serde_yaml::to_string(&whole).unwrap()
     }
 
-    /// Sheds and grows with these settings, with invariants checked after each event. Returns the plans that reached
-    /// the engine.
+    /// Sheds and regrows with these settings; invariants are checked after each event. Returns the number of plans sent
+    /// to the engine.
     fn shed_and_grow(params: Params) -> usize {
         let budget = params.budget.bytes();
         let mut scene = Scene::new(params);
@@ -747,7 +744,7 @@ mod tests {
         ));
     }
 
-    /// Required companions for the end of a range: key and end, other key and its value.
+    /// Settings required with the end of a range: key and end, other key and its value.
     const COMPANIONS: [(&str, &str, &str, &str); 7] = [
         ("budget.total", "least", "budget.reserve", "0B"),
         (

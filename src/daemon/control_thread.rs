@@ -1,8 +1,8 @@
 //! Control thread: a single-threaded runtime for the loop and gRPC.
 //!
-//! A request, its decision and its response stay on the thread that the kernel has woken for it. On a multi-threaded
-//! runtime each thread wakes another one to share work, and each wake-up may wait for a processor; a grant took three
-//! to four of them. Slow work (reading `/proc`, starting processes, speech, HTTP) runs on the other runtime.
+//! A request, its decision and its response stay on the thread woken for it. In a multi-threaded runtime, each thread
+//! wakes another one to share work, and each wake-up may wait for a processor; a grant took three to four of them. Slow
+//! work (reading `/proc`, starting processes, speech, HTTP) runs on the other runtime.
 
 use std::{io, sync::mpsc, thread, time::Duration};
 
@@ -13,7 +13,7 @@ use tokio::{
 
 use cotenant_memory::emergency;
 
-/// The thread, as long as it is wanted.
+/// Handle of the thread; dropping it ends the thread.
 #[derive(Debug)]
 pub struct ControlThread {
     handle: Handle,
@@ -22,10 +22,10 @@ pub struct ControlThread {
 }
 
 impl ControlThread {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// When the system gives no thread, or nothing to wait with.
+    /// If the system refuses a thread, or the runtime's descriptors.
     pub fn start() -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
@@ -36,7 +36,7 @@ impl ControlThread {
             if let Err(error) = emergency::be_prompt() {
                 tracing::debug!(%error, "answers may wait for other threads on the same processor");
             }
-            // Dropped or sent to by the starter: both end it.
+            // Returns when the starter sends or is dropped.
             runtime.block_on(stopped).ok();
             // Tasks that still wait for a disk are abandoned.
             runtime.shutdown_background();
@@ -49,16 +49,16 @@ impl ControlThread {
         })
     }
 
-    /// To start something on it.
+    /// Returns a handle for starting tasks on it.
     #[must_use]
     pub const fn handle(&self) -> &Handle {
         &self.handle
     }
 
-    /// Ends it, and waits no longer than `limit`.
+    /// Ends it, and waits at most `limit`.
     pub fn end(self, limit: Duration) {
         drop(self.stop);
-        // A thread that does not end cannot be helped.
+        // A thread that does not end in time is abandoned.
         self.ended.recv_timeout(limit).ok();
     }
 }

@@ -1,8 +1,8 @@
-//! Counter of runs without an orderly end; several within a time keep the LLM off.
+//! Counter of runs without an orderly end, which disables the LLM after several in a short time.
 //!
-//! The LLM runs in this process, so its faults may end the daemon at each load. The speech workers survive that, and
-//! are useful without it. Runs of another program or configuration do not count: an upgrade ends the daemon with
-//! SIGKILL, so that its workers survive, and a new program has not crashed yet.
+//! The LLM runs in this process, so a fault of it may end the daemon at each load; the speech workers are useful
+//! without it. Runs of another program or configuration do not count: an upgrade ends the daemon with SIGKILL, so that
+//! its workers survive, and a new program has not crashed yet.
 
 use std::{
     fs,
@@ -19,19 +19,17 @@ use cotenant_config::SafeProfileConfig;
 use cotenant_policy::health::SAFE_PROFILE;
 use cotenant_units::TimeSpan;
 
-/// Name of the file in the state directory.
 const FILE: &str = "runs.json";
 
-/// Starts of runs that have not ended in order, this one included, in seconds since 1970.
+/// Start times of runs without an orderly end, including the current one, in seconds since 1970.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 struct Runs {
-    /// Program and configuration of these runs.
+    /// Hash of the program and configuration of these runs.
     subject: String,
     open: Vec<u64>,
 }
 
-/// This run in the count.
 #[derive(Debug)]
 pub(super) struct CrashGuard {
     file: PathBuf,
@@ -40,8 +38,8 @@ pub(super) struct CrashGuard {
 }
 
 impl CrashGuard {
-    /// Counts this run with the configuration in `config` as a possible crash. Returns the reason to keep the LLM off,
-    /// if enough earlier ones have crashed.
+    /// Records this run, with the configuration in `config`, as a possible crash. Returns the reason to keep the LLM
+    /// off, if enough earlier runs have crashed.
     pub(super) fn begin(
         state_dir: &Path,
         config: &Path,
@@ -76,7 +74,7 @@ impl CrashGuard {
                 open: Vec::new(),
             };
         }
-        // A clock that was set back makes a start later than now: it is of no known age.
+        // If the clock was set back, a start may be later than now, with unknown age.
         runs.open.retain(|start| {
             started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started
         });
@@ -94,7 +92,7 @@ impl CrashGuard {
         (guard, reason)
     }
 
-    /// The run has ended in order.
+    /// Records an orderly end of the run.
     pub(super) fn ended(self) {
         let mut runs = self.read();
         if runs.subject != self.subject {
@@ -106,7 +104,7 @@ impl CrashGuard {
         self.write(&runs);
     }
 
-    /// The recorded runs; none if the file cannot be read: a low count only delays the safe profile.
+    /// Returns the recorded runs; none if the file cannot be read: a low count only delays the safe profile.
     fn read(&self) -> Runs {
         let read = fs::read(&self.file).and_then(|text| Ok(serde_json::from_slice(&text)?));
         read.unwrap_or_else(|error| {
@@ -129,11 +127,11 @@ impl CrashGuard {
     }
 }
 
-/// The program that runs, also where another file has its name by now.
+/// The running program, even if its file was replaced.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// Identifies a program file and the contents of a configuration; changes whenever the file is replaced, even by an
-/// equal one, or the contents change.
+/// Returns a hash of a program file's identity and a configuration's contents; it changes whenever the file is
+/// replaced, even by an equal one, or the contents change.
 fn subject(program: &Path, config: &Path) -> String {
     let program = fs::metadata(program).map_or((0, 0, 0), |file| {
         (file.ctime(), file.ctime_nsec(), file.len())
@@ -206,7 +204,7 @@ mod tests {
             let (_crashes, reason) = begin(at);
             assert_eq!(reason.is_some(), safe, "{at}: {reason:?}");
         }
-        // Two runs of one second; a clock that was set back; a file that is none.
+        // Two runs started in one second; a clock that was set back; an invalid file.
         begin(2500).0.ended();
         assert!(begin(100).1.is_none());
         fs::write(folder.path().join(FILE), "nonsense").unwrap();

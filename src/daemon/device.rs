@@ -21,14 +21,14 @@ use cotenant_telemetry::Metrics;
 use cotenant_units::Timestamp;
 use tracing::Level;
 
-/// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
-/// arbiter requests a measurement then.
+/// Interval between rounds of measuring every holder, aligned to a sample. Verification of a shed does not wait for it:
+/// the arbiter requests a measurement then.
 const ROUND: Duration = Duration::from_millis(500);
 
-/// The longest time between two rounds, whether there are samples or not.
+/// Longest interval between two rounds, with or without samples.
 const ROUND_MAX: Duration = Duration::from_secs(1);
 
-/// Everything that actions act on.
+/// Objects on which actions operate.
 pub(super) struct Device {
     pub(super) control: Arc<ControlHandle>,
     pub(super) engine: Option<EngineDriver>,
@@ -41,7 +41,7 @@ pub(super) struct Device {
     pub(super) upkeep: Upkeep,
 }
 
-/// Records of each event: journal, hand-over to the next run, metrics.
+/// Destinations of each event's record: journal, hand-over to the next run, metrics.
 pub(super) struct Accounts {
     pub(super) recorder: Recorder,
     pub(super) handoff: Handoff,
@@ -49,16 +49,15 @@ pub(super) struct Accounts {
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// When periodic work was last done.
 pub(super) struct Upkeep {
     measured: Timestamp,
     notified: Timestamp,
-    /// How often the service manager's watchdog wants a notification, when there is one.
+    /// Notification interval of the service manager's watchdog, if enabled.
     notify_every: Option<Duration>,
 }
 
 impl Upkeep {
-    /// Periodic work that was last done at `now`.
+    /// Creates the state with all work last done at `now`.
     pub(super) const fn new(now: Timestamp, notify_every: Option<Duration>) -> Self {
         Self {
             measured: now,
@@ -86,7 +85,7 @@ impl Perform for Device {
                 .metrics
                 .worker_died(&certificate.worker, class);
         }
-        // A sample may begin a shed; the next event of another kind records the checkpoint.
+        // A sample may trigger a shed; the next event of another kind records the checkpoint.
         if !matches!(event, Event::Sampled(_)) {
             emergency::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
         }
@@ -107,7 +106,7 @@ impl Perform for Device {
     }
 
     fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]) {
-        // First of all: the state that a caller sees must survive a kill of this process in the next moment.
+        // First: the state that a caller is shown must survive an immediate kill of this process.
         self.accounts.handoff.keep(arbiter);
         self.control.publish(Arc::clone(&state));
         let last_end = |worker: &str| self.workers.last_end(worker);
@@ -186,7 +185,7 @@ impl Perform for Device {
             Action::SampleAfter { wait } => self.pace.set(wait),
             Action::LevelChanged(LevelChange { from, to, reason }) => {
                 tracing::warn!(%from, %to, %reason, "pressure level changes");
-                // Workers release their spare memory at once; the next sample shows the result.
+                // Workers release spare memory at once; the next sample shows the result.
                 if to == PressureLevel::Critical {
                     self.workers.tell_all_memory_is_short();
                 }
@@ -221,7 +220,7 @@ impl Perform for Device {
     fn upkeep(&mut self, now: Timestamp, arbiter: &Arbiter, sampled: bool) {
         let state = self.control.state();
         let since = now.saturating_since(self.upkeep.measured);
-        // If the next sample would be too late, this one must do.
+        // Measure with this sample if the next one would be too late.
         let last_chance = since + state.pressure.sample_interval > ROUND_MAX;
         if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
             self.upkeep.measured = now;
@@ -246,8 +245,8 @@ impl Perform for Device {
     }
 }
 
-/// The level at which a log shows a decision: an error ends a service until something changes, a warning tells of something that
-/// has not gone as it should.
+/// Returns the log level of a decision: an error ends a service until something changes, a warning reports an
+/// unexpected event.
 const fn level_of(decision: &Decision) -> Level {
     use {EngineDecision as Engine, LeaseDecision as Lease, WorkerDecision as Worker};
     match decision {

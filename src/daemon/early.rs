@@ -1,12 +1,13 @@
-//! Work ahead of a request: at the end of what a user says, before it is certain that it is the end.
+//! Work ahead of a request, for a user's utterance that has probably ended.
 
 use super::control_handle::ControlHandle;
 use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
 
-/// Admits it if memory is ample and no request would be slower. Others are admitted, and it makes way for them.
+/// Admits early work if memory is ample and it delays no request. Any other request is admitted, and cancels early
+/// work.
 ///
 /// # Errors
-/// A refusal that no client sees: the work is done when it is asked for.
+/// A refusal not shown to clients: the work is done when requested.
 pub(super) fn admit(
     early: bool,
     act: &str,

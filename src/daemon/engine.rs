@@ -40,14 +40,14 @@ use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-/// Events of the engine that may wait for the loop.
+/// Bound of the queue of engine events to the loop.
 const ENGINE_EVENTS: usize = 256;
 
-/// Starts an engine that reports its events to the given sink.
+/// Function that starts an engine which reports its events to the given sink.
 pub(super) type Starter =
     Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<Engine> + Send + Sync>;
 
-/// The way to the engine of the moment: one that broke down is replaced by the next load.
+/// Access to the current engine: after a breakdown, the next load replaces it.
 #[derive(Clone)]
 pub(super) struct CurrentEngine {
     handle: Arc<RwLock<EngineHandle>>,
@@ -55,7 +55,6 @@ pub(super) struct CurrentEngine {
 }
 
 impl CurrentEngine {
-    /// A handle to the engine.
     pub(super) fn handle(&self) -> EngineHandle {
         self.handle
             .read()
@@ -63,7 +62,7 @@ impl CurrentEngine {
             .clone()
     }
 
-    /// Weights by the header of the model's file, once it has been read.
+    /// Returns the weights according to the model's header, once it has been read.
     pub(super) fn weights(&self) -> Option<Weights> {
         locked(&self.weights).clone()
     }
@@ -73,19 +72,18 @@ impl CurrentEngine {
     }
 }
 
-/// Reads the model's header away from the loop; the shape comes as an event.
+/// Reader of the model's header, outside the loop; the shape is sent as an event.
 #[derive(Clone)]
 pub(super) struct Inspector {
     inspect: Arc<dyn Fn() -> Result<ModelShape, LoadError> + Send + Sync>,
     control: Arc<ControlHandle>,
     expected: Expected,
     weights: Arc<Mutex<Option<Weights>>>,
-    /// The file when it was read last; `None` where there was none.
+    /// The file when last read; `None` if it was missing.
     tried: Arc<RwLock<Option<Identity>>>,
 }
 
 impl Inspector {
-    /// Of the configured model.
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, compute) = (sayable(llm), compute(llm));
@@ -138,22 +136,21 @@ impl Inspector {
         }
     }
 
-    /// The file that a load expects.
+    /// Returns the file that a load expects.
     pub(super) fn expected(&self) -> Expected {
         self.expected.clone()
     }
 
-    /// Reads it now.
     pub(super) fn begin(&self) {
         tokio::spawn(self.clone().run(None));
     }
 
-    /// Reads it again once the disk has answered, for which reads wait that have left this.
+    /// Reads again once the disk has answered the abandoned reads of `hung`.
     fn begin_after(&self, hung: Retained) {
         tokio::spawn(self.clone().run(Some(hung)));
     }
 
-    /// Reads it as often as the disk hangs meanwhile, never twice at the same time.
+    /// Reads, and repeats that after each hang of the disk, never twice at the same time.
     async fn run(self, mut hung: Option<Retained>) {
         loop {
             if let Some(left) = hung.take() {
@@ -195,16 +192,16 @@ impl Inspector {
     }
 }
 
-/// Has a model read again that failed, whenever its file has changed: it was missing, unreadable or damaged.
+/// Reads a failed model again whenever its file changes: it was missing, unreadable or damaged.
 ///
-/// A file that is being written changes from look to look, and is read once it has not.
+/// A file still being written changes between looks, and is read once it is stable.
 async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
     let mut seen = None;
     loop {
         tokio::time::sleep(FILE_LOOK).await;
         let failed = inspector.control.state().engine.state == EngineState::Failed;
         let now = identity(&path);
-        // Compared with the file that was read, not with the one at the first look after the failure.
+        // Compared with the file as read, not as of the first look after the failure.
         let changed = now.is_some()
             && now
                 != *inspector
@@ -235,13 +232,13 @@ fn identity(path: &Path) -> Option<Identity> {
     Some((file.dev(), file.ino(), file.len(), times))
 }
 
-/// How often the file of a model that failed is looked at. Our choice: a model takes longer to load.
+/// Polling interval for the file of a failed model. Our choice: loading a model takes longer.
 const FILE_LOOK: Duration = Duration::from_secs(1);
 
-/// How often it is looked whether a disk that hung has answered. Our choice: a model takes longer to load.
+/// Polling interval for a disk that hung. Our choice: loading a model takes longer.
 const HUNG_LOOK: Duration = Duration::from_secs(1);
 
-/// The engine and its outstanding requests.
+/// The engine and its pending requests.
 pub(super) struct EngineDriver {
     start: Starter,
     inspector: Inspector,
@@ -253,7 +250,6 @@ pub(super) struct EngineDriver {
     parts: Parts,
 }
 
-/// A load under way.
 struct Asked {
     at: Timestamp,
     revision: u64,
@@ -263,7 +259,7 @@ impl EngineDriver {
     /// Starts an engine for the model at `path`.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// If the system refuses a thread.
     pub(super) fn new(
         start: Starter,
         path: PathBuf,
@@ -290,18 +286,19 @@ impl EngineDriver {
         })
     }
 
-    /// Reads the model's header, see [`Inspector`], at the start and for an operator: a failed GPU is tried again.
+    /// Reads the model's header, see [`Inspector`], at the start and on request of an operator, which retries a failed
+    /// GPU.
     pub(super) fn inspect(&self) {
         backend::retry_gpu();
         self.reinspect();
     }
 
-    /// The same after a failure, automatically: after a failed GPU the CPU stays chosen.
+    /// Does the same automatically after a failure; if a GPU failed, the CPU stays selected.
     pub(super) fn reinspect(&self) {
         self.inspector.begin();
     }
 
-    /// Loads the model with `plan`, which was made for `shape`, into a new engine if the last one has failed.
+    /// Loads the model with `plan`, which was made for `shape`, into a new engine if the last one broke down.
     pub(super) fn load(&mut self, revision: u64, plan: EnginePlan, shape: Option<ModelShape>) {
         self.inspector.expected.set(shape);
         let phase = self.engine.handle().snapshot().phase;
@@ -327,12 +324,11 @@ impl EngineDriver {
         self.engine.handle().load(&self.path, plan);
     }
 
-    /// Changes the engine's plan.
     pub(super) fn apply(&self, revision: u64, plan: EnginePlan) {
         self.engine.handle().apply(revision, plan);
     }
 
-    /// Stops new requests; the returned future waits for the current ones. A loading model is not waited for, since no
+    /// Refuses new requests; the returned future waits for the current ones. A loading model is not awaited, since no
     /// request can have reached it.
     pub(super) fn drain(&self) -> impl Future<Output = ()> + Send + use<> {
         let handle = self.engine.handle();
@@ -346,11 +342,11 @@ impl EngineDriver {
         }
     }
 
-    /// Stops at the next layer, and waits until the engine holds nothing, at most `patience`: reading a model cannot be
+    /// Stops at the next layer, and waits at most `patience` until the engine holds nothing: reading a model cannot be
     /// interrupted.
     pub(super) async fn stop(self, patience: Duration) {
         self.engine.handle().stop();
-        // Without a thread that waits for it: at the end of a machine's means there may be none.
+        // Polls, because a waiting thread may not be available when the machine is out of resources.
         let end = tokio::time::Instant::now() + patience;
         while !self.engine.has_ended() {
             if tokio::time::Instant::now() > end {
@@ -364,16 +360,15 @@ impl EngineDriver {
         self.engine.join();
     }
 
-    /// The way to the engine of the moment.
     pub(super) fn current(&self) -> CurrentEngine {
         self.current.clone()
     }
 }
 
-/// Between two looks whether the engine has ended.
+/// Polling interval for the end of the engine.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// Weights as shown to clients: their number, and the type of the largest group.
+/// Describes weights for clients: their number, and the type of the largest group.
 fn weights_of(tensors: &[TensorGroup]) -> Weights {
     let used =
         |group: &&TensorGroup| !matches!(group.kind, TensorKind::MultiToken | TensorKind::Vision);
@@ -393,7 +388,7 @@ fn weights_of(tensors: &[TensorGroup]) -> Weights {
     }
 }
 
-/// Starts an engine, and the bridge from its events to those of the arbiter.
+/// Starts an engine, and the task that translates its events.
 fn launch(
     start: &Starter,
     inspector: &Inspector,
@@ -410,10 +405,10 @@ fn launch(
     Ok((engine, loads))
 }
 
-/// The engine for the configured model.
+/// Starts the engine for the configured model.
 ///
 /// # Errors
-/// When the system gives no thread.
+/// If the system refuses a thread.
 pub(super) fn start_engine(
     llm: &LlmConfig,
     state_dir: &Path,
@@ -452,7 +447,7 @@ pub(super) fn start_engine(
         .map_err(RunError::system("the engine's thread"))
 }
 
-/// The reduced vocabulary, in the engine's form.
+/// Returns the reduced vocabulary in the engine's form.
 pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     match &llm.vocabulary {
         VocabularyConfig::All => None,
@@ -461,7 +456,7 @@ pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     }
 }
 
-/// Compute device of the LLM.
+/// Returns the compute device of the LLM.
 pub fn compute(llm: &LlmConfig) -> Compute {
     Compute {
         threads: threads(llm),
@@ -469,8 +464,8 @@ pub fn compute(llm: &LlmConfig) -> Compute {
     }
 }
 
-/// Compute threads of the LLM: one for each physical core unless configured, since two on one core slow each other
-/// down.
+/// Returns the number of compute threads of the LLM: one per physical core unless configured, since two on one core
+/// slow each other down.
 pub fn threads(llm: &LlmConfig) -> usize {
     llm.threads.map_or_else(
         || usable_cores(&ProbeRoot::default()).min(THREADS_MAX),
@@ -478,11 +473,10 @@ pub fn threads(llm: &LlmConfig) -> usize {
     )
 }
 
-/// Maximum of the configuration.
 const THREADS_MAX: usize = 256;
 
-/// Requests running or waiting, and the KV need of the running one. KV of the last answer is kept only while the space
-/// is not needed.
+/// Returns running and waiting requests, and the KV need of the running one. KV of the last answer is kept only while
+/// the space is not needed.
 pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
     let running = snapshot.running.len();
@@ -514,8 +508,8 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
     }
 }
 
-/// Conversations named in a report, in the order in which they were parked: a shed takes the oldest first. Our choice:
-/// every measurement is a line of the journal, which they lengthen by at most 0.5 KiB.
+/// Conversations named in a report, oldest first, which is the order of shedding. Our choice: each measurement is a
+/// journal line, which they lengthen by at most 0.5 KiB.
 const NAMED_MAX: usize = 8;
 
 fn idle_conversation(kept: &Kept) -> IdleConversation {
@@ -527,7 +521,6 @@ fn idle_conversation(kept: &Kept) -> IdleConversation {
     }
 }
 
-/// How long an answer took that was given from end to end.
 fn timing(usage: Usage, prompt_took: Duration, took: Duration) -> Timing {
     let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let without = |all: Tokens, some: u32| Tokens::new(all.get().saturating_sub(some));
@@ -546,11 +539,11 @@ async fn forward(
     inspector: Inspector,
 ) {
     let control = Arc::clone(&inspector.control);
-    // Memory retained by hung reads, once reported.
+    // Reported memory retained by hung reads.
     let mut hung: Option<Retained> = None;
-    // Timings taken while the plan changed are valid for neither plan.
+    // Timings that include a change of plan are valid for neither plan.
     let mut changed = true;
-    // The plan that was put into force last.
+    // Revision of the plan applied last.
     let mut last = 0;
     while let Some(event) = events.recv().await {
         if let EngineEvent::RequestFinished {
@@ -652,7 +645,7 @@ async fn forward(
             EngineEvent::RequestFinished { usage, .. } => {
                 let mut finished = activity(&handle);
                 if let Event::EngineActivity { kv_dropped, .. } = &mut finished {
-                    // Losses of the answer in its last moments were not reported yet.
+                    // Includes tokens dropped since the last report.
                     *kv_dropped = usage.dropped_tokens.get();
                 }
                 finished
@@ -662,7 +655,7 @@ async fn forward(
                 wanted,
                 client,
             } => {
-                // Capacity that it has used by now is not given away for it.
+                // First report the capacity in use, so that it is not taken for this request.
                 control.tell(activity(&handle)).await;
                 let client = client.as_deref().map(str::to_owned);
                 Event::CapacityWanted(CapacityWanted {
@@ -681,7 +674,7 @@ async fn forward(
     }
 }
 
-/// The event of a failure. A remedy that only a change of something is stays beside the reason.
+/// Returns the event of a failure. If only an external change helps, the remedy accompanies the reason.
 fn failed(reason: String, hint: Option<&str>, cure: Cure, hung: Option<&Retained>) -> Event {
     let reason = match (hint, &cure) {
         (Some(hint), Cure::Reload | Cure::Reread) => format!("{reason} (hint: {hint})"),

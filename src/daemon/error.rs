@@ -12,19 +12,19 @@ use cotenant_policy::params::ParamsError;
 use cotenant_probe::ProbeError;
 use cotenant_rpc::{remote::RemoteError, server::BindError};
 
-/// Why the daemon could not start, or had to end.
+/// Reason why the daemon could not start, or had to end.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// A folder that it needs cannot be made.
+    /// A required folder cannot be created.
     #[error("cannot create the folder `{path}`")]
     Folder {
         /// The folder.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Others could put their own files in place of the daemon's.
+    /// Other users could replace the daemon's files.
     #[error("cannot use the folder `{path}` of `{key}`: {why}")]
     Open {
         /// The folder.
@@ -39,13 +39,13 @@ pub enum RunError {
     /// The system refuses the required threads.
     #[error("cannot start {wanted} threads")]
     Threads {
-        /// How many it needs.
+        /// Required number.
         wanted: usize,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The machine cannot be read.
+    /// The state of the machine cannot be read.
     #[error("cannot read the machine")]
     Probe(#[from] ProbeError),
     /// A file of keys or certificates cannot be used.
@@ -54,7 +54,7 @@ pub enum RunError {
     /// gRPC cannot be served to other machines.
     #[error(transparent)]
     Remote {
-        /// Why.
+        /// The cause.
         source: RemoteError,
     },
     /// The configuration does not fit this machine.
@@ -63,32 +63,32 @@ pub enum RunError {
     /// The settings contradict each other.
     #[error("cannot use the settings")]
     Params(#[from] ParamsError),
-    /// A critical task is gone.
+    /// A critical task has ended.
     #[error("cannot go on: {what}")]
     Lost {
-        /// Which: `sampling has ended`.
+        /// Description: `sampling has ended`.
         what: String,
     },
     /// A listener cannot be opened.
     #[error("cannot open {listener}")]
     Listen {
-        /// Which, by its key: `http.listen: 127.0.0.1:8410`.
+        /// Key and address: `http.listen: 127.0.0.1:8410`.
         listener: String,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// A socket of gRPC cannot be opened.
+    /// A gRPC socket cannot be opened.
     #[error("cannot open gRPC")]
     Socket {
-        /// Why not.
+        /// The cause.
         #[source]
         source: BindError,
     },
-    /// Another supervisor runs in the same folder.
+    /// Another supervisor runs with the same folder.
     #[error("cannot start: the supervisor with pid {pid} runs in `{folder}`")]
     Running {
-        /// Its process.
+        /// Its process id.
         pid: u32,
         /// The folder of its sockets.
         folder: String,
@@ -98,42 +98,42 @@ pub enum RunError {
     Place {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// The state for the next run cannot be written.
     #[error("cannot keep the book of this run")]
     Book {
-        /// Why not.
+        /// The cause.
         #[source]
         source: BookError,
     },
     /// The journal cannot be written.
     #[error("cannot keep the journal")]
     Journal {
-        /// Why not.
+        /// The cause.
         #[source]
         source: JournalError,
     },
     /// Signals or threads cannot be set up.
     #[error("cannot set up {what}")]
     System {
-        /// The object.
+        /// Description of the object.
         what: &'static str,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
 impl RunError {
-    /// Names the failed system object, for `map_err`.
+    /// Returns a function for `map_err` that names the failed system object.
     pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::System { what, source }
     }
 
-    /// Names the folder that cannot be used, for `map_err`.
+    /// Returns a function for `map_err` that names the unusable folder.
     pub(super) fn folder(path: &Path) -> impl Fn(io::Error) -> Self {
         |source| Self::Folder {
             path: path.to_owned(),
@@ -141,12 +141,12 @@ impl RunError {
         }
     }
 
-    /// Names the failed listener, for `map_err`.
+    /// Returns a function for `map_err` that names the failed listener.
     pub(super) fn listen(listener: String) -> impl FnOnce(io::Error) -> Self {
         |source| Self::Listen { listener, source }
     }
 
-    /// The remedy.
+    /// Returns the remedy, if known.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         if let Some(hint) = full(self) {
@@ -208,7 +208,7 @@ impl RunError {
     }
 }
 
-/// Remedy for a full file system.
+/// Returns the remedy for a full file system.
 fn full(error: &RunError) -> Option<&'static str> {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -231,7 +231,7 @@ fn full(error: &RunError) -> Option<&'static str> {
     None
 }
 
-/// The service of systemd that a process belongs to.
+/// Returns the systemd service to which a process belongs.
 fn unit_of(pid: u32) -> Option<String> {
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     groups
@@ -239,7 +239,7 @@ fn unit_of(pid: u32) -> Option<String> {
         .find_map(|line| service_in(line.splitn(3, ':').nth(2)?))
 }
 
-/// The service that a group is of or below, and not only around.
+/// Returns the innermost systemd unit of a group, if it is a service.
 fn service_in(group: &str) -> Option<String> {
     let of_systemd = |name: &&str| {
         [".service", ".scope", ".slice"]

@@ -1,6 +1,6 @@
 //! Metrics of decisions: sheds, reclaims, denials, restarts.
 //!
-//! They are derived from the actions, so that figures and journal cannot disagree.
+//! They are derived from the actions, and therefore agree with the journal.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -19,17 +19,16 @@ use cotenant_policy::{
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_units::{Bytes, Timestamp};
 
-/// Counters of decisions.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
     tracer: Tracer,
-    /// Holders with a reclaim request that is not verified yet.
+    /// Holders with an unverified reclaim request.
     asked: BTreeMap<Holder, Asked>,
-    /// The plan of the engine by the last report.
+    /// Plan of the engine according to its last report.
     in_force: Option<EnginePlan>,
-    /// Sheds that the arbiter had counted.
+    /// Number of sheds last counted by the arbiter.
     sheds: u64,
-    /// Bytes grown back that it had counted.
+    /// Regrown bytes last counted by the arbiter.
     regrown: Bytes,
     /// Workers whose last end was unexpected.
     fallen: BTreeMap<String, &'static str>,
@@ -38,13 +37,13 @@ pub(super) struct Figures {
 /// The holder from which memory was reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
-    /// A plan of the engine, by its revision.
+    /// Plan of the engine, by revision.
     Plan(u64),
     Lease(LeaseId),
     Worker(String),
 }
 
-/// A question for memory.
+/// Request to return memory.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     at: Timestamp,
@@ -53,7 +52,7 @@ struct Asked {
 }
 
 impl Figures {
-    /// Figures of a supervisor in which nothing has happened, which go into `metrics`.
+    /// Creates counters at zero, reported to `metrics`.
     pub(super) fn new(metrics: &Arc<Metrics>, tracer: Tracer) -> Self {
         Self {
             metrics: Arc::clone(metrics),
@@ -66,8 +65,8 @@ impl Figures {
         }
     }
 
-    /// Takes one turn of the loop: the state after it, and its actions. `last_end` is the class of a worker's end in
-    /// one word.
+    /// Processes one turn of the loop: the state after it, and its actions. `last_end` returns the class of a worker's
+    /// last end in one word.
     pub(super) fn turn(
         &mut self,
         after: &Snapshot,
@@ -208,7 +207,7 @@ impl Figures {
         });
     }
 
-    /// The first of the questions that the answer to a plan answers: it has waited longest.
+    /// Removes the requests that an applied plan satisfies; returns the oldest one.
     fn plan_answered(&mut self, revision: u64) -> Option<Asked> {
         let answered =
             |holder: &Holder| matches!(holder, Holder::Plan(asked) if *asked <= revision);
@@ -221,8 +220,7 @@ impl Figures {
         first
     }
 
-    /// Drops requests to holders that are no longer outstanding: the holder has exited, or its lease has ended
-    /// otherwise.
+    /// Removes requests that are no longer pending because the holder has exited, or its lease has ended.
     fn forget_unasked(&mut self, after: &Snapshot) {
         self.asked.retain(|holder, _| match holder {
             Holder::Plan(_) => true,
@@ -234,7 +232,7 @@ impl Figures {
         });
     }
 
-    /// Counts a shed with the bytes that the arbiter credited.
+    /// Counts a shed by the bytes that the arbiter credited.
     fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
         let level = asked.map_or(after.pressure.level, |asked| asked.level);
         self.metrics.shed(level);
@@ -258,7 +256,7 @@ impl Figures {
     }
 }
 
-/// Reason of a smaller plan in one word; `None` if it is not smaller.
+/// Returns the reason of a smaller plan in one word; `None` if it is not smaller.
 fn shed_by(reason: &PlanReason) -> Option<&'static str> {
     match reason {
         PlanReason::Shed { reclaim, .. } => Some(word(reclaim)),
@@ -277,7 +275,7 @@ const fn word(reason: &ReclaimReason) -> &'static str {
     }
 }
 
-/// Parts of the engine that `freed` came from, bounded in total by the credited bytes.
+/// Splits `freed` among the parts of the engine, bounded in total by the credited bytes.
 fn parts_of(
     shape: &ModelShape,
     old: &EnginePlan,
@@ -301,7 +299,7 @@ fn parts_of(
     [("layers", layers), ("kv", kv), ("workspace", rest)]
 }
 
-/// A denial in one word.
+/// Returns a denial in one word.
 const fn name_of(denial: &Denial) -> &'static str {
     match denial {
         Denial::Draining { .. } => "draining",
@@ -320,7 +318,7 @@ const fn name_of(denial: &Denial) -> &'static str {
     }
 }
 
-/// All that [`name_of`] gives.
+/// All results of [`name_of`].
 pub(super) const DENIALS: [&str; 13] = [
     "draining",
     "exceeds_budget",
@@ -354,7 +352,7 @@ mod tests {
         Bytes::from_mib(mib)
     }
 
-    /// The real arbiter between its figures, as the loop has it.
+    /// The arbiter with its figures, as in the loop.
     struct Scene {
         arbiter: Arbiter,
         figures: Figures,
@@ -398,7 +396,7 @@ mod tests {
             });
         }
 
-        /// The engine performs its last request.
+        /// Lets the engine perform its last request.
         fn apply(&mut self) {
             let asked = self.actions.iter().find_map(|action| match action {
                 Action::ApplyPlan { revision, plan, .. }
@@ -419,7 +417,7 @@ mod tests {
             }));
         }
 
-        /// The sum of all series of a metric whose labels contain `labels`.
+        /// Returns the sum over all series of a metric whose labels contain `labels`.
         fn figure(&self, name: &str, labels: &str) -> u64 {
             let text = self.metrics.encode();
             let lines = text
@@ -430,7 +428,6 @@ mod tests {
                 .sum()
         }
 
-        /// The target that was set last.
         fn target(&self) -> (LeaseId, u64, Bytes) {
             let set = self.actions.iter().find_map(|action| match action {
                 Action::SetTarget {
@@ -540,7 +537,7 @@ mod tests {
         );
     }
 
-    /// A request of class batch, which does not wait.
+    /// Returns a request of class batch that does not wait.
     fn batch(tenant: &str, (min, max): (u64, u64), pid: u32) -> LeaseRequest {
         LeaseRequest {
             tenant: tenant.to_owned(),
@@ -563,7 +560,7 @@ mod tests {
         for (obeys, sheds, missed) in [(true, 1, 0), (false, 0, 1)] {
             let mut scene = Scene::new(params());
             scene.sample(Bytes::ZERO);
-            // The second process of its name; figures go by the name.
+            // Two processes of one name; figures are kept by name.
             for (size, pid) in [((1, 1), 1), ((10, 300), 2)] {
                 scene.tell(Event::LeaseRequested {
                     ticket: Ticket(1),
@@ -610,7 +607,7 @@ mod tests {
         };
         for round in 0..2 {
             scene.sample(Bytes::ZERO);
-            // Two processes of one name; the second one gets the request.
+            // Two processes of one name; the second one is asked to shrink.
             for (pid, mib) in [(1, 40), (2, 360)] {
                 scene.tell(Event::LeaseRequested {
                     ticket: Ticket(1),

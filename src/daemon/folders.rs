@@ -1,4 +1,4 @@
-//! Folders and sockets of the daemon: created, refused with a remedy, or only inspected.
+//! Folders and sockets of the daemon: creation, refusal with a remedy, inspection.
 
 use std::{
     fs::{self, DirBuilder, Metadata},
@@ -19,7 +19,7 @@ use cotenant_rpc::server::BindError;
 use cotenant_units::causes::in_one_line;
 use cotenant_worker::ports;
 
-/// Makes a folder that only its owner may write to, whatever the umask is; one that is there stays as it is.
+/// Creates a folder that only its owner may write to, regardless of the umask; keeps an existing one.
 pub(super) fn make(path: &Path) -> Result<(), RunError> {
     let made = DirBuilder::new()
         .recursive(true)
@@ -28,7 +28,7 @@ pub(super) fn make(path: &Path) -> Result<(), RunError> {
     made.map_err(RunError::folder(path))
 }
 
-/// Makes the folder of a socket, closed to other users.
+/// Creates the folder of a socket, closed to other users.
 pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => DirBuilder::new()
@@ -40,15 +40,15 @@ pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
     }
 }
 
-/// Refuses a folder in which others could replace our files, locks and sockets.
+/// Refuses a folder in which other users could replace our files, locks and sockets.
 pub(super) fn is_ours(key: &'static str, path: &Path, config: &Config) -> Result<(), RunError> {
     let found = fs::metadata(path).map_err(RunError::folder(path))?;
     is_closed(key, path, &found)?;
     let us = nix::unistd::geteuid().as_raw();
     let owner = found.uid();
-    // The state may lie in a volume of another owner; sockets and locks are trusted for where they are.
+    // State may be on a volume of another owner; sockets and locks are trusted by their location.
     if key == "runtime_dir" && ![us, 0].contains(&owner) {
-        // It is the folder of the one that runs, as a rule.
+        // Usually it belongs to a running supervisor.
         let successor = successor_of(config);
         if let Some(pid) = living_owner(&successor.lock) {
             return Err(RunError::Running {
@@ -86,13 +86,13 @@ fn is_closed(key: &'static str, path: &Path, found: &Metadata) -> Result<(), Run
     })
 }
 
-/// Something that keeps a daemon from starting.
+/// Condition that prevents the start of the daemon.
 pub struct Obstacle {
     /// Description, with its cause.
     pub text: String,
     /// Remedy.
     pub remedy: String,
-    /// Whether it is certain: an object that this user cannot see may be correct.
+    /// Whether it is certain: an object invisible to this user may be correct.
     pub is_sure: bool,
 }
 
@@ -107,7 +107,7 @@ impl From<RunError> for Obstacle {
     }
 }
 
-/// Obstacles to the start of the daemon that are visible without starting anything.
+/// Returns visible obstacles to the start of the daemon, without starting anything.
 pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     let mut found: Vec<Obstacle> = Vec::new();
     for (key, folder) in [
@@ -168,7 +168,7 @@ pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     found
 }
 
-/// An obstacle in place of one of the daemon's files, or to creating one there.
+/// Returns what prevents using or creating a file of the daemon.
 fn no_file(path: &Path) -> Option<Obstacle> {
     let shown = path.display();
     let (text, is_sure) = match fs::symlink_metadata(path) {
@@ -176,7 +176,7 @@ fn no_file(path: &Path) -> Option<Obstacle> {
         Ok(_) => (format!("`{shown}` is no plain file"), true),
         Err(_) => {
             let around = path.ancestors().skip(1).find(|around| around.exists())?;
-            // Another user may be the one that starts it.
+            // The daemon may be started by another user.
             access(around, AccessFlags::W_OK).err()?;
             let (user, folder) = (nix::unistd::geteuid(), around.display());
             (format!("uid {user} may not write to `{folder}`"), false)
@@ -189,8 +189,7 @@ fn no_file(path: &Path) -> Option<Obstacle> {
     })
 }
 
-/// The listener that has an address, unless it is a supervisor's or systemd's; or an address that this user may not
-/// bind.
+/// Reports an address in use, unless by a supervisor or systemd, and an address that this user may not bind.
 fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
     let refused = std::net::TcpListener::bind(address).err()?.kind();
     if refused == io::ErrorKind::PermissionDenied {
@@ -223,7 +222,7 @@ fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
     })
 }
 
-/// Whether a path is a folder, or could be created as one.
+/// Checks that a path is a folder, or could be created as one.
 fn could_be_folder(path: &Path) -> Result<(), RunError> {
     let failed = RunError::folder(path);
     for around in path
@@ -241,12 +240,12 @@ fn could_be_folder(path: &Path) -> Result<(), RunError> {
     Ok(())
 }
 
-/// Whether this user may not see the object of the error.
+/// Returns whether the object of the error is not visible to this user.
 fn is_denied(error: &RunError) -> bool {
     in_one_line(error).contains("Permission denied")
 }
 
-/// Others may reach the readable files in it: sockets of workers, the calibration.
+/// Other users may access the readable files in it: sockets of workers, the calibration.
 const FOLDER_MODE: u32 = 0o755;
 
 #[cfg(test)]
@@ -259,7 +258,7 @@ mod tests {
         Config::parse(text).unwrap()
     }
 
-    /// Obstacles of a daemon with these settings.
+    /// Returns the obstacles of a daemon with these settings.
     fn said(text: &str) -> Vec<String> {
         obstacles(&config(text))
             .into_iter()
@@ -372,7 +371,7 @@ mod tests {
     fn folders_of_ours_are_closed_to_other_users_without_a_umask() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/b");
-        // As with a umask of 0: the mode is written here, and not left over by it.
+        // The mode is set explicitly, independent of a umask of 0.
         make(&path).unwrap();
         let mode = fs::metadata(&path).unwrap().mode() & 0o777;
         assert_eq!(mode & !FOLDER_MODE, 0, "{mode:o}");

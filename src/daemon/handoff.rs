@@ -1,7 +1,7 @@
 //! Hand-over of workers and leases between two runs of the daemon.
 //!
-//! The folder of sockets identifies the supervisor. This module owns two of its files: `supervisor.lock` is locked
-//! while a supervisor exists, however it ends, and workers check it; `book` is the state for the next one.
+//! The folder of sockets identifies the supervisor. This module owns two files in it: `supervisor.lock` is locked
+//! exactly while a supervisor exists, and checked by workers; `book` is the state for the next one.
 
 use std::{
     fs::{File, OpenOptions},
@@ -29,19 +29,18 @@ use cotenant_rpc::peer::Process;
 use cotenant_units::causes::in_one_line;
 use cotenant_worker::{adopt::Survivor, spec::Successor};
 
-/// The place of this run among supervisors, which no other run has as long as this lives.
+/// Place of this run among supervisors, exclusive while this value lives.
 pub(super) struct Place {
     lock: File,
     successor: Successor,
 }
 
-/// The book of this run on disk.
+/// Book of this run on disk.
 pub(super) struct Handoff {
-    /// Locked for as long as this is open.
     _lock: File,
     file: BookFile,
     saved: SavedBook,
-    /// Whether the file has this book.
+    /// Whether the file contains this book.
     written: bool,
     failing: bool,
 }
@@ -49,16 +48,16 @@ pub(super) struct Handoff {
 /// State left by the previous run.
 #[derive(Default)]
 pub(super) struct Inheritance {
-    /// Names of the runs whose leases continue, the last one first.
+    /// Ids of the runs whose leases continue, latest first.
     pub(super) boot_ids: Vec<String>,
     book: Option<Book>,
     /// Path of a saved book that could not be read.
     lost: Option<String>,
-    /// Living tenants, of continuing leases and of ended ones.
+    /// Living tenants with continuing or ended leases.
     pub(super) holders: Vec<(LeaseId, Arc<Process>)>,
 }
 
-/// Folder that identifies the supervisors of this configuration.
+/// Returns the folder that identifies supervisors with this configuration.
 pub(super) fn successor_of(config: &Config) -> Successor {
     let folder = config
         .runtime_dir
@@ -71,14 +70,13 @@ pub(super) fn successor_of(config: &Config) -> Successor {
 }
 
 impl Place {
-    /// Takes the place; waits while processes of a dead supervisor still hold it.
+    /// Takes the place; waits for processes of a dead supervisor that still hold it.
     ///
-    /// A supervisor that is killed while it starts a worker leaves a process that is not the worker yet: it holds the
-    /// lock and the listeners until it executes the program, and only then has the environment by which a worker is
-    /// recognised.
+    /// A supervisor killed while starting a worker leaves a process between fork and exec: it holds the lock and the
+    /// listeners until it executes the program, and only then has the environment that identifies a worker.
     ///
     /// # Errors
-    /// When another supervisor is running, or the file cannot be used.
+    /// If another supervisor is running, or the file cannot be used.
     pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
         let successor = successor_of(config);
         let failed = |source| RunError::Place {
@@ -108,10 +106,10 @@ impl Place {
 }
 
 impl Handoff {
-    /// Reads the state that the previous run left in the place.
+    /// Reads the state left by the previous run.
     ///
     /// # Errors
-    /// When the files cannot be used.
+    /// If the files cannot be used.
     pub(super) fn open(place: Place, boot_id: &str) -> Result<(Self, Inheritance), RunError> {
         let Place { lock, successor } = place;
         let path = PathBuf::from(&successor.place).join("book");
@@ -150,10 +148,10 @@ impl Handoff {
         Ok((handoff, inheritance))
     }
 
-    /// Writes the book down if it has changed; to be called before its content is announced.
+    /// Writes the book if it has changed; call it before the change is announced.
     pub(super) fn keep(&mut self, arbiter: &Arbiter) {
         let mut book = arbiter.book();
-        // Places in the queue and targets have numbers of their own, of which the next run leaves some out.
+        // Numbers of queue places and targets do not count as a change; the next run skips some of them.
         let last = std::mem::replace(&mut book.last, self.saved.book.last);
         if self.written && book == self.saved.book {
             return;
@@ -164,7 +162,7 @@ impl Handoff {
         self.written = result.is_ok();
         match result {
             Ok(()) => self.failing = false,
-            // Once for each series of failures. It is tried again with the next event.
+            // Logged once per series of failures. The next event retries.
             Err(error) if !std::mem::replace(&mut self.failing, true) => {
                 tracing::error!("{}", in_one_line(&error));
             }
@@ -172,7 +170,7 @@ impl Handoff {
         }
     }
 
-    /// Records an orderly end of the run: its workers are gone, its tenants may keep their memory.
+    /// Records an orderly end of the run: its workers have ended, its tenants may keep their memory.
     pub(super) fn close(mut self, arbiter: &Arbiter) {
         self.saved.book = arbiter.book();
         self.saved.book.workers.clear();
@@ -193,7 +191,7 @@ impl Inheritance {
         let mut book = found.book;
         let holders = &mut self.holders;
         let mut is_held = |lease: &BookedLease| {
-            // If the process is not visible from here, only the term decides.
+            // If the process is not visible, only the term decides.
             let Some(pid) = lease.request.peer.pid else {
                 return true;
             };
@@ -210,7 +208,7 @@ impl Inheritance {
             true
         };
         book.leases.retain(&mut is_held);
-        // A holder that has not heard of the end of its lease may use it until its own end, and no longer.
+        // A holder unaware of the end of its lease may use the memory until its own end, but no longer.
         book.ended.retain(&mut is_held);
         if found.closed {
             tracing::info!(
@@ -227,20 +225,20 @@ impl Inheritance {
         self.book = Some(book);
     }
 
-    /// Records which workers had answered, as far as known.
+    /// Sets which workers had been ready, as far as known.
     pub(super) fn note_readiness(&self, survivors: &mut [Survivor]) {
         for survivor in survivors {
             let booked = self.book.iter().flat_map(|book| &book.workers);
             let mut booked = booked.filter(|booked| booked.name == survivor.worker);
             if let Some(booked) = booked.next() {
                 survivor.was_ready = booked.run.ready;
-                // It may have changed since it was started.
+                // It may have been switched since the start.
                 survivor.variant.clone_from(&booked.run.variant);
             }
         }
     }
 
-    /// The first events of this run; none when there is nothing to take over, and nothing was lost.
+    /// Returns the first events of this run; none if nothing was left or lost.
     pub(super) fn events(self, adopted: Vec<AdoptedWorker>) -> Vec<Event> {
         let has_left = self.book.is_some() || !adopted.is_empty();
         let recovered = has_left.then(|| Event::Recovered {
@@ -254,8 +252,8 @@ impl Inheritance {
     }
 }
 
-/// Locks a file while it is open in this process and nowhere else (`F_OFD_SETLK`), and writes the owner into it. `None`
-/// if another process has locked it.
+/// Locks a file for as long as it is open in this process (`F_OFD_SETLK`), and writes the owner into it. `None` if
+/// another process has locked it.
 fn lock(path: &Path) -> io::Result<Option<File>> {
     let mut options = OpenOptions::new();
     options
@@ -291,19 +289,19 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
     Ok(Some(file))
 }
 
-/// The supervisor that has written itself into the locked file, where it is still there.
+/// Returns the supervisor recorded in the locked file, if it still runs.
 pub(super) fn living_owner(path: &Path) -> Option<u32> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut fields = text.split_ascii_whitespace();
     let pid = fields.next().and_then(|pid| pid.parse().ok());
     let since = fields.next().and_then(|ticks| ticks.parse().ok());
-    // In a container the next one may well have the id of the one before.
+    // In a container, successive supervisors may have the same id.
     let owner = pid.filter(|pid| *pid != std::process::id()).zip(since);
     let (pid, _) = owner.filter(|(pid, since)| Process::of_earlier_peer(*pid, *since).is_some())?;
     Some(pid)
 }
 
-/// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.
+/// Returns the kernel's boot id; empty if unreadable, which then compares as equal.
 fn kernel_boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .unwrap_or_default()
@@ -311,15 +309,14 @@ fn kernel_boot_id() -> String {
         .to_owned()
 }
 
-/// Runs before the last whose leases are still recognised: a tenant that has not spoken for as many restarts has lost
-/// its lease by its term long before.
+/// Limit on earlier runs whose leases are recognised: a tenant silent for that many restarts has long lost its lease by
+/// its term.
 const RUNS_FOLLOWED: usize = 15;
 
-/// How long a dead supervisor's children may still hold the place. Between fork and exec a child makes only system
+/// Longest wait for a dead supervisor's children that hold the place. Between fork and exec a child makes only system
 /// calls, but under memory pressure these may wait for pages.
 const GONE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Between two looks.
 const GONE_LOOK_EVERY: Duration = Duration::from_millis(2);
 
 #[cfg(test)]
@@ -341,7 +338,7 @@ mod tests {
         let config = config_in(folder.path());
         let place = Place::take(&config).await.unwrap();
         let path = place.successor.lock.clone();
-        // By the file, a living child is the owner now.
+        // According to the file, a living child is now the owner.
         let mut other = Command::new("cat")
             .stdin(std::process::Stdio::piped())
             .spawn()
@@ -352,7 +349,7 @@ mod tests {
         assert!(matches!(refused, Err(RunError::Running { pid, .. }) if pid == other.id()));
         other.kill().unwrap();
         other.wait().unwrap();
-        // It is gone, and its forked child still holds the lock for a moment.
+        // It has ended, but its forked child holds the lock a little longer.
         let (next, ()) = tokio::join!(Place::take(&config), async {
             tokio::time::sleep(GONE_LOOK_EVERY * 5).await;
             drop(place);

@@ -1,9 +1,8 @@
 //! Detector of workers that run but do not respond.
 //!
-//! A request without an answer in time proves little: the work may be long, or the machine slow. A worker counts as
-//! unresponsive when several probes after such a request, each on its own connection, get no answer either, or when
-//! several requests in a row got none: a worker that still describes itself and does nothing hangs as well. The
-//! detector only reports; policy decides.
+//! One late answer proves little: the work may be long, or the machine slow. A worker counts as unresponsive if several
+//! probes after such a request, each on its own connection, get no answer either, or if several requests in a row got
+//! none: a worker may still answer probes, but do no work. The detector only reports; policy decides.
 
 use std::{
     sync::{Arc, Mutex},
@@ -18,12 +17,12 @@ use cotenant_speech::client::{ClientError, ClientTimeouts, WyomingClient};
 use cotenant_units::lock::locked;
 use cotenant_worker::handle::{WorkerHandle, WorkerState};
 
-/// Requests of one life of a worker that were not answered in time, since the last one that was.
+/// Start number of a worker, and its consecutive requests without a timely answer.
 #[derive(Clone, Debug, Default)]
 struct Unanswered(Arc<Mutex<(u64, u32)>>);
 
 impl Unanswered {
-    /// One more in this life; returns how many it are in a row.
+    /// Counts an unanswered request in this life; returns the number in a row.
     fn one_more(&self, life: u64) -> u32 {
         let mut count = locked(&self.0);
         let before = if count.0 == life { count.1 } else { 0 };
@@ -31,13 +30,13 @@ impl Unanswered {
         before + 1
     }
 
-    /// A request was answered to its end.
+    /// Resets the count after a completed answer.
     fn answered(&self) {
         *locked(&self.0) = (0, 0);
     }
 }
 
-/// Looks after one worker. Clones look after the same one.
+/// Detector for one worker; clones share its state.
 #[derive(Clone, Debug)]
 pub(super) struct HangDetector {
     worker: WorkerHandle,
@@ -47,7 +46,7 @@ pub(super) struct HangDetector {
 }
 
 impl HangDetector {
-    /// A detector that reports to `control`.
+    /// Creates a detector that reports to `control`.
     pub(super) fn new(
         worker: WorkerHandle,
         protocol: WorkerProtocol,
@@ -61,12 +60,11 @@ impl HangDetector {
         }
     }
 
-    /// Notes that a request was answered to its end.
     pub(super) fn answered(&self) {
         self.unanswered.answered();
     }
 
-    /// Keeps an abandoned worker counted as busy while it computes. Returns at once.
+    /// Keeps a worker whose request was abandoned counted as busy while it computes. Returns at once.
     pub(super) fn busy_until_done(&self, at_work: AtWork) {
         let (worker, life) = (self.worker.clone(), self.worker.starts());
         tokio::spawn(async move {
@@ -88,7 +86,7 @@ impl HangDetector {
         });
     }
 
-    /// Looks at the worker after a request that has failed, and reports it if it hangs. Returns at once.
+    /// Examines the worker after a failed request, and reports it if it hangs. Returns at once.
     pub(super) fn failed(&self, error: &ClientError) {
         let ClientError::Late { .. } = error else {
             return;
@@ -102,7 +100,7 @@ impl HangDetector {
             tokio::spawn(async move { report(&control, &worker, life, evidence).await });
             return;
         }
-        // Only Wyoming has a question that costs nothing; an HTTP server may rightly wait for the rest of a request.
+        // Only Wyoming has a cheap probe; an HTTP server may legitimately wait for the rest of a request.
         if self.protocol == WorkerProtocol::Wyoming {
             let late = error.to_string();
             tokio::spawn(async move {
@@ -116,7 +114,7 @@ impl HangDetector {
     }
 }
 
-/// Reports a worker that hangs, unless it has been restarted since.
+/// Reports a hung worker, unless it has been restarted since.
 async fn report(control: &ControlHandle, worker: &WorkerHandle, life: u64, evidence: String) {
     let WorkerState::Ready { pid, .. } = worker.state() else {
         return;
@@ -133,7 +131,7 @@ async fn report(control: &ControlHandle, worker: &WorkerHandle, life: u64, evide
     }
 }
 
-/// Asks a worker questions; returns the evidence when none is answered.
+/// Probes a worker; returns the evidence if no probe is answered.
 async fn examine(
     worker: &WorkerHandle,
     late: String,
@@ -148,7 +146,7 @@ async fn examine(
         };
         match WyomingClient::new(endpoint, timeouts).describe().await {
             Err(error @ ClientError::Late { .. }) => last = error.to_string(),
-            // It answers, if with an error, or it has just ended.
+            // It answers, though with an error, or it has just ended.
             Ok(_) | Err(_) => return None,
         }
         tokio::time::sleep(pause).await;
@@ -158,20 +156,19 @@ async fn examine(
     ))
 }
 
-/// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
+/// Number of probes: one slow answer under thrashing does not prove a hang.
 const QUESTIONS: u32 = 3;
 
-/// Requests in a row without an answer in time. Our choice: with the pauses of retrying clients (LiveKit: every 2 s,
-/// three times) a worker that does nothing is ended while its first client still tries.
+/// Consecutive requests without a timely answer. Our choice: given the pauses of retrying clients (LiveKit: three
+/// times, every 2 s), an idle worker is ended while its first client still retries.
 const IN_A_ROW: u32 = 3;
 
-/// Pause between two questions.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// Processor time in one second by which a worker computes (our choice): a server at rest takes some milliseconds.
+/// Processor time per second that indicates computing (our choice): an idle server uses some milliseconds.
 const COMPUTES: Duration = Duration::from_millis(200);
 
-/// How long a worker counts as at work on a request without a client; as long as the longest `answer_timeout`.
+/// Longest time for which a worker counts as busy with an abandoned request; equals the maximum of `answer_timeout`.
 const COMPUTES_ON_MAX: Duration = Duration::from_secs(600);
 
 #[cfg(test)]
@@ -203,7 +200,7 @@ mod tests {
         );
         let started = worker.start(None).await.unwrap();
         assert!(worker.ready().await);
-        // Connections are taken, and nothing is answered.
+        // Accepts connections, but never answers.
         let _listener = UnixListener::bind(&socket).unwrap();
         let short = ClientTimeouts {
             describe: Duration::from_millis(50),

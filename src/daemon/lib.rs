@@ -1,9 +1,9 @@
 //! Composition root, control loop and adapters.
 //!
-//! `run` builds everything, `control_loop` is the loop, `control_thread` its thread, and `shutdown` the end of a run;
-//! nothing here decides. `device` performs actions; `engine`, `workers`, `sampling` and `measure` produce events;
-//! `record`, `handoff` and `figures` keep records; `llm`, `voice`, `status`, `wyoming` and `listeners` serve clients,
-//! and `activation` takes systemd's sockets.
+//! `run` constructs all parts, `control_loop` is the loop, `control_thread` its thread, and `shutdown` the end of a
+//! run; decisions are made by policy. `device` performs actions; `engine`, `workers`, `sampling` and `measure` produce
+//! events; `record`, `handoff` and `figures` keep records; `llm`, `voice`, `status`, `wyoming` and `listeners` serve
+//! clients, and `activation` takes sockets from systemd.
 
 mod activation;
 mod backlog;

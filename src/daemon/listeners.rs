@@ -36,10 +36,10 @@ use cotenant_rpc::{
 };
 use cotenant_units::causes::in_one_line;
 
-/// File mode of the path socket: the daemon's user and group.
+/// File mode of the gRPC socket: the daemon's user and group.
 const SOCKET_MODE: u32 = 0o660;
 
-/// Listeners that are taken and not served yet. Failing to take them leaves a running supervisor untouched.
+/// Bound listeners that are not served yet. If binding fails, a running supervisor is unaffected.
 pub(super) struct Bound {
     sockets: Sockets,
     names: Vec<String>,
@@ -49,7 +49,6 @@ pub(super) struct Bound {
     wyoming: wyoming::Bound,
 }
 
-/// Listeners that are open.
 pub(super) struct Listeners {
     stop: CancellationToken,
     tasks: Vec<JoinHandle<()>>,
@@ -58,7 +57,7 @@ pub(super) struct Listeners {
     wyoming: String,
 }
 
-/// Backends that the APIs serve.
+/// Backends of the APIs.
 pub(super) struct Clients {
     pub(super) backends: Backends,
     pub(super) access: watch::Receiver<Arc<Access>>,
@@ -66,7 +65,7 @@ pub(super) struct Clients {
     pub(super) generator: Option<Arc<dyn Generator>>,
 }
 
-/// Without a model there is nothing to generate with.
+/// LLM service without a model.
 struct NoModel;
 
 impl Generator for NoModel {
@@ -144,7 +143,7 @@ impl Bound {
         Ok(bound)
     }
 
-    /// Takes the sockets of gRPC and HTTP that systemd holds.
+    /// Takes the gRPC and HTTP sockets passed by systemd.
     fn take_passed(&mut self, config: &Config, passed: &PassedSockets) -> io::Result<()> {
         for socket in passed.of(activation::GRPC, config) {
             if let PassedListener::Unix(listener) = &socket.listener {
@@ -263,12 +262,10 @@ impl Listeners {
         Ok(())
     }
 
-    /// Address of gRPC, for people.
     pub(super) fn grpc_address(&self) -> &str {
         &self.grpc
     }
 
-    /// Address of HTTP, for people.
     pub(super) fn http_address(&self) -> String {
         let words: Vec<String> = self.http.iter().map(ToString::to_string).collect();
         if words.is_empty() {
@@ -278,12 +275,11 @@ impl Listeners {
         }
     }
 
-    /// Addresses of Wyoming, for people.
     pub(super) fn wyoming_address(&self) -> &str {
         &self.wyoming
     }
 
-    /// Closes the listeners, and waits at most `patience` until requests in flight have ended.
+    /// Closes the listeners, and waits at most `patience` for requests in flight.
     pub(super) async fn close(self, patience: Duration) {
         self.stop.cancel();
         let ends = self.tasks.into_iter().map(|task| timeout(patience, task));
@@ -299,17 +295,17 @@ async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
         for (name, serves) in health_of(&state, control.sample_age()) {
             service.set(&name, serves);
         }
-        // Samples grow old without an event.
+        // Samples age without an event.
         if let Ok(Err(_closed)) = timeout(HEALTH_EVERY, states.changed()).await {
             return;
         }
     }
 }
 
-/// The longest time between two looks at the health.
+/// Longest interval between two updates of the health service.
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 
-/// The listener for other machines, on a socket of `passed` where there is one.
+/// Returns the TLS listener, on a socket of `passed` if there is one.
 fn remote_of<'a>(
     tcp: &TcpConfig,
     passed: impl Iterator<Item = &'a PassedSocket>,
@@ -329,7 +325,6 @@ fn remote_of<'a>(
     Remote::on(listener, &certificates, tcp.role).map_err(|source| RunError::Remote { source })
 }
 
-/// The roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
     roles.operators.clone_from(&config.operators);
@@ -337,7 +332,7 @@ fn roles_of(config: &RolesConfig) -> Roles {
     roles.tenants.clone_from(&config.tenants);
     roles.viewers.clone_from(&config.viewers);
     roles.others = config.others;
-    // Members of its group may connect; an administrator chooses them.
+    // Members of the daemon's group may connect; an administrator chooses them.
     let own = nix::unistd::getegid().as_raw();
     if own != 0 && config.others.is_none() {
         roles.viewers.gids.push(own);
@@ -345,7 +340,7 @@ fn roles_of(config: &RolesConfig) -> Roles {
     roles
 }
 
-/// The limits of the configuration, as far as the process may open files for them.
+/// Converts the limits of the configuration, bounded by the limit on open files.
 fn limits_of(config: &GrpcLimits) -> server::Limits {
     let mut connections = config.connections;
     let files = files_for(connections.total * FILES_PER_CONNECTION + FILES_OF_OUR_OWN);
@@ -368,10 +363,10 @@ fn limits_of(config: &GrpcLimits) -> server::Limits {
     }
 }
 
-/// Raises the limit of open files to `wanted`, as far as allowed; returns the limit.
+/// Raises the limit on open files to `wanted`, as far as allowed; returns the limit.
 fn files_for(wanted: u64) -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
-        return wanted; // what is not known bounds nothing; accepting stops and goes on when there are none left
+        return wanted; // unknown: no bound; accepting pauses while no descriptor is free
     };
     let raised = wanted.min(hard).max(soft);
     match setrlimit(Resource::RLIMIT_NOFILE, raised, hard) {
@@ -380,14 +375,13 @@ fn files_for(wanted: u64) -> u64 {
     }
 }
 
-/// The socket, the process behind it, and that process once more for each lease that it holds (usually one).
+/// The socket, the pidfd of the peer, and another pidfd per lease (usually one).
 const FILES_PER_CONNECTION: u64 = 3;
 
-/// Files of the journal, the model, the probes, the workers' pipes and the HTTP clients (our choice: 64 workers with
-/// four each, and as much again).
+/// Files of the journal, the model, the probes, the workers' pipes and the HTTP clients (our choice: four for each of
+/// 64 workers, and as much again).
 const FILES_OF_OUR_OWN: u64 = 512;
 
-/// Which parts serve.
 fn health_of(
     snapshot: &Snapshot,
     sample_age: Option<Duration>,

@@ -1,4 +1,4 @@
-//! Generation for HTTP and gRPC: requests passed to the engine, and its events passed back.
+//! Generation for HTTP and gRPC: requests to the engine, and its events back.
 
 use std::{
     sync::{
@@ -39,38 +39,36 @@ use cotenant_threads::{NotDone, blocking};
 use cotenant_units::Tokens;
 use cotenant_units::causes::in_one_line;
 
-/// When a client may try again after something that lasts as long as an answer or a load.
+/// Retry interval for conditions that last as long as an answer or a load.
 pub(super) const RETRY_SOON: Duration = Duration::from_secs(1);
 
-/// How long a prompt waits for KV capacity to grow back: our choice, longer than growth takes, shorter than anybody's
-/// patience.
+/// Longest wait of a prompt for KV capacity to regrow. Our choice: longer than growth takes, shorter than clients'
+/// timeouts.
 const GROWTH_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Events that the gRPC service may be behind.
+/// Events by which a gRPC client may lag.
 const STREAM_BUFFER: usize = 16;
 
-/// Deadline of an answer.
+/// Requirements of a caller.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Wanted {
-    /// The caller's patience.
+    /// The caller's timeout.
     pub(super) patience: Option<Duration>,
     /// Whether the answer must be complete by then, or only begun.
     pub(super) whole: bool,
-    /// KV capacity that the caller would like.
+    /// KV capacity that the caller prefers.
     pub(super) context: Option<Tokens>,
-    /// Name of the caller, where it has one.
     pub(super) client: Option<Arc<str>>,
-    /// The span that the answer is a part of.
     pub(super) trace: Option<SpanContext>,
     /// Whether the tokens of the prompt are requested.
     pub(super) tokens: bool,
     /// Whether it is work ahead of a request.
     pub(super) early: bool,
-    /// The answer that it is a stage of.
+    /// Answer of which this is a stage.
     pub(super) part_of: Option<RunningAnswer>,
 }
 
-/// The one model as the APIs use it.
+/// The model, as the APIs use it.
 #[derive(Clone)]
 pub(super) struct Llm(Arc<Model>);
 
@@ -78,7 +76,7 @@ struct Model {
     control: Arc<ControlHandle>,
     engine: CurrentEngine,
     name: String,
-    /// KV tokens wanted when memory is ample: prompts beyond it never fit.
+    /// KV tokens when memory is ample: longer prompts never fit.
     context: Tokens,
     answer_tokens_max: Tokens,
     answer_time_max: Duration,
@@ -89,7 +87,7 @@ struct Model {
 }
 
 impl Llm {
-    /// The model that `engine` runs.
+    /// Creates the model run by `engine`.
     pub(super) fn new(
         control: Arc<ControlHandle>,
         engine: CurrentEngine,
@@ -115,13 +113,12 @@ impl Llm {
         RequestId::new(self.0.requests.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Name of the model.
     pub(super) fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Sampling as requested, else as the model's file recommends, else by these defaults; with a random seed unless
-    /// one is requested.
+    /// Returns the sampling as requested, else as the model's file recommends, else these defaults; the seed is random
+    /// unless requested.
     pub(super) fn sampling(&self, asked: SamplingWish, defaults: SamplingWish) -> engine::Sampling {
         let wish = asked
             .or(self.0.engine.handle().recommended_sampling())
@@ -133,8 +130,8 @@ impl Llm {
         .into()
     }
 
-    /// Passes a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves
-    /// others.
+    /// Passes a request to the engine. Rendering and encoding run on another thread, because a long prompt would block
+    /// other requests.
     pub(super) async fn submit(
         &self,
         request: engine::GenerateRequest,
@@ -164,7 +161,7 @@ impl Llm {
         }
     }
 
-    /// The span of an answer, by the semantic conventions of generative AI.
+    /// Returns the span of an answer, by the semantic conventions of generative AI.
     fn span_of(&self, request: &engine::GenerateRequest, wanted: &Wanted) -> Span {
         let operation = match &request.prompt {
             engine::Prompt::Chat(_) => "chat",
@@ -225,13 +222,13 @@ impl Llm {
             None => None,
         };
         let asked = engine.clone();
-        // Dropped with this future when the client has gone.
+        // Dropped with this future when the client disconnects.
         let waiting = CancellationToken::new();
         let (gone, _waits) = (waiting.clone(), waiting.drop_guard());
         let (request, prepared) = blocking(move || {
             let gone = || gone.is_cancelled();
             let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
-            // The engine receives tokens and a mask: no tree waits in its queue.
+            // The engine receives only tokens and a mask, so no tree is kept in its queue.
             (request.prompt, request.form) = (engine::Prompt::default(), None);
             (request, prepared)
         })
@@ -242,7 +239,7 @@ impl Llm {
         let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
-        // Dropped on the way, the events go with it, and the engine notices that they are not read.
+        // If this is dropped, the engine notices that its events are not read.
         let reported = if wanted.tokens {
             prepared.tokens.clone()
         } else {
@@ -255,7 +252,7 @@ impl Llm {
         Ok((events, engine, id, (style, reported, answer)))
     }
 
-    /// Works on text or tokens away from the threads that serve others.
+    /// Works on text or tokens on another thread.
     pub(super) async fn of_text<T: Send + 'static>(
         &self,
         work: impl FnOnce(EngineHandle) -> Result<T, SubmitError> + Send + 'static,
@@ -266,7 +263,7 @@ impl Llm {
         worked.map_err(|error| self.refuse(&error))
     }
 
-    /// Refuses answers that cannot arrive within the caller's patience.
+    /// Refuses answers expected later than the caller's timeout.
     fn check_in_time(
         &self,
         engine: &EngineSnapshot,
@@ -281,7 +278,7 @@ impl Llm {
         if wanted.whole
             && let Some(most) = max_tokens
         {
-            // It may be shorter than it was allowed to be, but hardly than answers are.
+            // Bounded by the token limit and by the usual duration of answers.
             let at_most =
                 Duration::try_from_secs_f64(f64::from(most.get()) / engine.tokens_per_second);
             expected = expected.saturating_add(
@@ -297,13 +294,13 @@ impl Llm {
             act: "answer".to_owned(),
             patience_ms: millis(patience),
             expected_ms: millis(expected),
-            // When as much is done as is too much now.
+            // Time until the excess work is done.
             retry_after: expected.saturating_sub(patience).max(RETRY_SOON),
         })
     }
 
-    /// Reports to the arbiter that the prompt needs, or the caller wishes, more KV capacity than is in force. Growth
-    /// keeps its dwell and its back-off; only the prompt waits, for at most [`GROWTH_PATIENCE`].
+    /// Reports to the arbiter that the prompt needs, or the caller prefers, more KV capacity than is in force. Growth
+    /// keeps its dwell and back-off; only a prompt that needs it waits, for at most [`GROWTH_PATIENCE`].
     async fn ask_for_room(
         &self,
         engine: &EngineHandle,
@@ -352,7 +349,7 @@ impl Llm {
         }
     }
 
-    /// Why there is no engine to wait for, when the arbiter has given it up or waits to load it again.
+    /// Returns why there is no engine to wait for, if the arbiter has given it up or delays its next load.
     fn failure(&self) -> Option<Refusal> {
         let state = self.0.control.state();
         let failure = state
@@ -421,7 +418,7 @@ impl Llm {
         }
     }
 
-    /// Refusal of a prompt that does not fit now: temporary only if it fits the capacity wanted with ample memory.
+    /// Returns the refusal of a prompt that does not fit now: temporary only if it fits the capacity with ample memory.
     fn beyond_kv(&self, prompt: Tokens, capacity: Tokens) -> Refusal {
         if prompt > self.0.context {
             return Refusal::ContextLengthExceeded {
@@ -464,7 +461,7 @@ impl Llm {
     }
 }
 
-/// The events of one request; dropping it cancels the request.
+/// Events of one request; dropping it cancels the request.
 pub(super) struct Guarded {
     _answer: RunningAnswer,
     events: mpsc::Receiver<engine::GenerateEvent>,
@@ -474,14 +471,12 @@ pub(super) struct Guarded {
     span: Span,
     /// Whether a token has arrived.
     begun: bool,
-    /// Tokens of the answer that are counted.
     written: u64,
-    /// Tokens of the prompt, where they are wanted.
+    /// Tokens of the prompt, if requested.
     pub(super) prompt: Vec<u32>,
 }
 
 impl Guarded {
-    /// The next event.
     pub(super) async fn next(&mut self) -> Option<engine::GenerateEvent> {
         let event = self.events.recv().await;
         if let Some(event) = &event {
@@ -490,8 +485,8 @@ impl Guarded {
         event
     }
 
-    /// Records an event in span and metrics, for any API. Tokens count as they are read and written, so that answers
-    /// that fail or are cancelled count too.
+    /// Records an event in span and metrics, for all APIs. Tokens count as they are processed, so that failed and
+    /// cancelled answers count too.
     fn note(&mut self, event: &engine::GenerateEvent) {
         let span = &self.span;
         match event {
@@ -512,7 +507,7 @@ impl Guarded {
                 self.metrics.tokens("completion", count);
             }
             engine::GenerateEvent::Finished { reason, usage } => {
-                // The last ones have no text of their own.
+                // The last tokens have no text of their own.
                 let all = u64::from(usage.completion_tokens.get());
                 let rest = all.saturating_sub(self.written);
                 self.metrics.tokens("completion", rest);
@@ -535,7 +530,7 @@ impl Drop for Guarded {
     }
 }
 
-/// Work on a text that was not done.
+/// Returns the refusal for work on a text that was not done.
 fn not_done(act: &str, error: &NotDone) -> Refusal {
     match error {
         NotDone::NoThread(_) => no_thread(act, error),
@@ -557,10 +552,10 @@ fn draining(act: &str) -> Refusal {
     }
 }
 
-/// As it reads after "cannot".
+/// Continuation of "cannot".
 const ACT: &str = "start an answer";
 
-/// OpenAI's names, and the engine's own where OpenAI has none.
+/// Returns OpenAI's name, or the engine's own if OpenAI has none.
 const fn reason_word(reason: engine::FinishReason) -> &'static str {
     match reason {
         engine::FinishReason::Stop | engine::FinishReason::StopText(_) => "stop",
@@ -607,7 +602,7 @@ impl Generator for Llm {
                 loop {
                     let event = tokio::select! {
                         event = guarded.next() => event,
-                        // The reader has gone, perhaps before its turn has come: dropping `guarded` cancels it.
+                        // The reader is gone, perhaps before its turn: dropping `guarded` cancels the request.
                         () = sender.closed() => return,
                     };
                     let Some(event) = event else { return };
@@ -668,7 +663,7 @@ impl Generator for Llm {
     }
 }
 
-/// An answer that its deadline has cut.
+/// Returns the refusal of an answer cut off by its deadline.
 fn too_late(generated: Tokens, time_left: Option<Duration>, admitted: Instant) -> Refusal {
     Refusal::DeadlineUnreachable {
         act: format!("finish the answer, which has {generated} tokens,"),

@@ -6,9 +6,9 @@
 //!                └──► Measured { used: None } ──► read at last ──► Measured { used, taken_at }
 //! ```
 //!
-//! The time to read a holder grows with its size, and includes waiting for its memory lock. So holders are read
-//! independently, and each reading has a time limit: a value not read within it is unknown, which is not zero. At most
-//! one reading of a holder runs at a time; a request meanwhile starts one more, which begins after the request.
+//! The time to read a holder grows with its size, and includes waiting for its memory lock. Holders are therefore read
+//! independently, each with a time limit: a value not read in time is unknown, not zero. At most one reading of a
+//! holder runs at a time; a request meanwhile causes another reading afterwards, so that it starts after the request.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,7 +44,6 @@ use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
 
-/// Measures holders on demand.
 #[derive(Clone)]
 pub(super) struct Measurer {
     parts: Parts,
@@ -57,9 +56,8 @@ struct Shared {
     workers: BTreeMap<String, WorkerHandle>,
     engine: Option<CurrentEngine>,
     metrics: Arc<Metrics>,
-    /// Peaks of workers, as reported last.
     peaks: Mutex<BTreeMap<String, Bytes>>,
-    /// Holders that are being measured, and whether they are to be measured once more.
+    /// Holders being measured, and whether to measure each once more.
     under_way: Mutex<BTreeMap<String, Again>>,
     /// Whether the refusal to empty the GPU's page pool was logged.
     pool_refused: AtomicBool,
@@ -71,8 +69,7 @@ enum Again {
     Yes,
 }
 
-/// The processes of the machine, listed once for all holders of a request: with many tenants the list dominates the
-/// cost.
+/// Processes of the machine, listed once for all holders of a request: with many tenants, the list dominates the cost.
 #[derive(Clone, Default)]
 struct Listing(Arc<OnceCell<Option<Arc<ProcessTable>>>>);
 
@@ -88,7 +85,7 @@ impl Listing {
 }
 
 impl Measurer {
-    /// Measures these workers, this engine, and any tenant.
+    /// Creates a measurer of these workers, this engine, and all tenants.
     pub(super) fn new(
         control: &Arc<ControlHandle>,
         root: ProbeRoot,
@@ -112,7 +109,7 @@ impl Measurer {
         }
     }
 
-    /// Empties nvmap's page pool, away from the loop: the kernel frees some 100 000 pages. A refusal is logged once.
+    /// Empties nvmap's page pool outside the loop: the kernel frees some 100 000 pages. A refusal is logged once.
     pub(super) fn empty_page_pool(&self, bytes: Bytes) {
         let shared = Arc::clone(&self.shared);
         self.parts.spawn("emptying the page pool", async move {
@@ -126,7 +123,7 @@ impl Measurer {
         });
     }
 
-    /// Measures holders; each result comes as an event.
+    /// Measures holders; each result is sent as an event.
     pub(super) fn measure(&self, holders: impl IntoIterator<Item = String>) {
         let listing = Listing::default();
         for holder in self.shared.depart(holders) {
@@ -145,14 +142,14 @@ impl Measurer {
 }
 
 impl Shared {
-    /// The `holders` that are not being measured yet; they are from now on. The others are measured once more
+    /// Marks `holders` as being measured, and returns those that were not; the others are measured once more
     /// afterwards.
     fn depart(&self, holders: impl IntoIterator<Item = String>) -> BTreeSet<String> {
         let mut under_way = locked(&self.under_way);
         let mut due = BTreeSet::new();
         for holder in holders {
             if let Some(again) = under_way.get_mut(&holder) {
-                // Named twice in one call counts once.
+                // A holder named twice in one call counts once.
                 if !due.contains(&holder) {
                     *again = Again::Yes;
                 }
@@ -164,7 +161,7 @@ impl Shared {
         due
     }
 
-    /// Ends a measurement; returns whether the holder is to be measured once more.
+    /// Ends a measurement; returns whether to measure the holder once more.
     fn is_wanted_again(&self, holder: &str) -> bool {
         let mut under_way = locked(&self.under_way);
         match under_way.get_mut(holder) {
@@ -180,7 +177,7 @@ impl Shared {
     }
 
     async fn measure(&self, holder: &str, listing: &Listing) {
-        // The reading may be as old as its beginning.
+        // A reading is as old as its start.
         let taken_at = self.control.clock().now();
         if holder == ENGINE_TENANT {
             let used = self.read_engine().await;
@@ -210,7 +207,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a reading. If it takes longer than `limit`, the holder is reported as unmeasured meanwhile.
+    /// Waits for a reading. If it exceeds `limit`, the holder is reported as unmeasured meanwhile.
     async fn within_limit<T>(
         &self,
         holder: &str,
@@ -243,7 +240,7 @@ impl Shared {
             .await;
     }
 
-    /// Whether a peak differs from the last reported one.
+    /// Returns whether a peak differs from the last reported one.
     fn is_news(&self, worker: &str, peak: Bytes) -> bool {
         let mut peaks = locked(&self.peaks);
         peaks.insert(worker.to_owned(), peak) != Some(peak)
@@ -284,13 +281,13 @@ impl Shared {
     }
 }
 
-/// How long reading one holder may take: 16 GiB of small pages take 1.2 s on an x86-64 server (our choice: some more).
+/// Time limit of reading one holder: 16 GiB of small pages take 1.2 s on an x86-64 server (our choice: somewhat more).
 const READING_MAX: Duration = Duration::from_secs(2);
 
-/// The processes behind each holder of a tenant's lease, including ended leases whose memory is still in use.
+/// Returns the processes of each holder of a tenant's lease, including ended leases whose memory is still in use.
 ///
-/// A process that only waits for a lease is excluded: its memory is not that of the holder with the same name; and if
-/// it is a holder's child, its memory is the holder's.
+/// A process that only waits for a lease is excluded: it is not the holder with the same name, and if it is a holder's
+/// child, its memory counts for that holder.
 fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
     let mut owners: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
     for lease in leases {
@@ -302,8 +299,8 @@ fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
     owners
 }
 
-/// Memory of the processes behind a tenant's leases, children included: zero when all are gone, `None` when none is
-/// known or one cannot be read. Children that are `holders` themselves are excluded.
+/// Returns the memory of a tenant's processes and their children: zero if all have ended, `None` if none is known or
+/// one cannot be read. Children that are `holders` themselves are excluded.
 fn tenant_memory(
     root: &ProbeRoot,
     table: &ProcessTable,
@@ -328,7 +325,7 @@ fn tenant_memory(
             }
         }
     }
-    // A tenant that started the supervisor itself does not answer for it, nor for its workers.
+    // A tenant that started the supervisor is not charged for it, nor for its workers.
     for ours in table.tree(std::process::id()) {
         tree.remove(&ours);
     }
@@ -343,7 +340,7 @@ fn tenant_memory(
     )
 }
 
-/// Whether the process does not exist. A process missing in `/proc` may only be hidden from us (`hidepid`).
+/// Returns whether the process does not exist. A process missing in `/proc` may only be hidden from us (`hidepid`).
 fn is_gone(pid: u32) -> bool {
     i32::try_from(pid)
         .is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
@@ -481,7 +478,7 @@ mod tests {
     }
 
     /// Otherwise a holder would be charged for any process that requests a lease by its name, and a holder's child with
-    /// a pending lease of its own would have no owner.
+    /// a pending lease of its own would be charged to none.
     #[test]
     fn who_waits_for_a_lease_is_not_measured_for_it() {
         let tenant = |holder, state, pid| lease(holder, LeaseKind::Tenant, state, Some(pid));
@@ -515,18 +512,18 @@ mod tests {
         let measure = |pids: &[u32]| {
             tenant_memory(&root, &ProcessTable::read(&root.proc).unwrap(), pids, &none)
         };
-        // Our own children count with us.
+        // Our own children count for us.
         assert_eq!(measure(&[pid]), None);
         assert_eq!(measure(&[]), None);
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(measure(&[pid]), Some(Bytes::ZERO));
-        // A process of another user that is there.
+        // An existing process of another user.
         assert!(
             measure(&[1]).is_some_and(|used| used > Bytes::ZERO),
             "the first process"
         );
-        // One that is there and that this list does not show is hidden, not gone.
+        // An existing process missing in this list is hidden, not gone.
         assert_eq!(
             tenant_memory(&root, &ProcessTable::default(), &[1], &none),
             None
@@ -535,7 +532,7 @@ mod tests {
 
     #[test]
     fn a_child_that_holds_a_lease_answers_for_itself_and_not_its_parent() {
-        // A tenant (100) with a child (101), and with another one that is a tenant too (102) and has a child (103).
+        // A tenant (100) with a child (101), and with another child that is a tenant (102) with its own child (103).
         let folder = tempfile::tempdir().unwrap();
         for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
             let own = folder.path().join(format!("proc/{pid}"));
@@ -559,7 +556,7 @@ mod tests {
             Some(Bytes::from_kib(150)),
             "one tenant with two leases"
         );
-        // Memory that the GPU of a Jetson holds for each, and for others.
+        // GPU memory of a Jetson for each, and for others.
         let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
         std::fs::create_dir_all(clients.parent().unwrap()).unwrap();
         std::fs::write(

@@ -6,37 +6,36 @@ use sd_notify::NotifyState;
 
 use cotenant_policy::snapshot::{EngineState, Snapshot};
 
-/// Tells that gRPC and HTTP answer and that the budget is fixed; the model may still be loading.
+/// Notifies that gRPC and HTTP answer and the budget is fixed; the model may still be loading.
 pub(super) fn ready() {
     tell(&[NotifyState::Ready]);
 }
 
-/// Tells that the configuration is being read again; [`ready`] follows.
+/// Notifies that the configuration is being reloaded; [`ready`] follows.
 pub(super) fn reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => tell(&[NotifyState::Reloading, now]),
-        // Without its time systemd would wait for the end of a reload that it did not see begin.
+        // Without a timestamp, systemd would wait for the end of a reload whose start it did not see.
         Err(error) => tracing::debug!(%error, "systemd is not notified of the reload"),
     }
 }
 
-/// Tells that the daemon is ending.
 pub(super) fn stopping() {
     tell(&[NotifyState::Stopping]);
 }
 
-/// Half of the watchdog's time, when systemd runs one for us.
+/// Returns half of the watchdog's timeout, if systemd has enabled it.
 pub(super) fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|time| time / 2)
 }
 
-/// Tells that the loop has turned, and how things stand.
+/// Notifies the watchdog, with a status line.
 pub(super) fn alive(snapshot: &Arc<Snapshot>) {
     let status = status_line(snapshot);
     tell(&[NotifyState::Watchdog, NotifyState::Status(&status)]);
 }
 
-/// `Normal, llm 24/32 layers, KV 4096 tokens, 3 leases, 1.9 GiB free`.
+/// Renders `Normal, llm 24/32 layers, KV 4096 tokens, 3 leases, 1.9 GiB free`.
 pub(super) fn status_line(snapshot: &Snapshot) -> String {
     let engine = match (&snapshot.engine.shape, &snapshot.engine.in_force) {
         (Some(shape), Some(plan)) => format!(

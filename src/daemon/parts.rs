@@ -1,13 +1,13 @@
-//! Critical tasks: when one ends, the daemon ends.
+//! Critical tasks, whose end ends the daemon.
 //!
-//! An unnoticed panic of a task would leave the daemon running without it; systemd restarts the daemon instead.
+//! Otherwise the daemon would continue without a task that panicked unnoticed; systemd restarts it instead.
 
 use std::panic::AssertUnwindSafe;
 
 use futures_util::FutureExt as _;
 use tokio::{runtime::Handle, sync::mpsc, task::JoinHandle};
 
-/// Starts such tasks. Clones report to the same place.
+/// Spawner of such tasks; clones report to the same receiver.
 #[derive(Clone, Debug)]
 pub(super) struct Parts {
     lost: mpsc::Sender<String>,
@@ -15,14 +15,14 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// A starter on the current runtime, and the receiver of lost tasks.
+    /// Creates a spawner on the current runtime, and the receiver of losses.
     pub(super) fn new() -> (Self, mpsc::Receiver<String>) {
         let (lost, losses) = mpsc::channel(1);
         let runtime = Handle::current();
         (Self { lost, runtime }, losses)
     }
 
-    /// The same on another runtime.
+    /// Returns a spawner on another runtime.
     pub(super) fn on(&self, runtime: &Handle) -> Self {
         Self {
             lost: self.lost.clone(),
@@ -30,7 +30,7 @@ impl Parts {
         }
     }
 
-    /// Starts a task that may end; breaking down is a loss.
+    /// Spawns a task that may end; only a panic is a loss.
     pub(super) fn spawn(
         &self,
         name: &'static str,
@@ -44,7 +44,7 @@ impl Parts {
         })
     }
 
-    /// Starts a task that must run as long as the daemon; any end is a loss.
+    /// Spawns a task that must run as long as the daemon; any end is a loss.
     pub(super) fn spawn_permanent(
         &self,
         name: &'static str,
@@ -57,7 +57,7 @@ impl Parts {
         });
     }
 
-    /// Reports a loss. The first one is enough to end the daemon.
+    /// Reports a loss; the first one ends the daemon.
     pub(super) fn report(&self, loss: String) {
         let _ = self.lost.try_send(loss);
     }

@@ -1,7 +1,6 @@
 //! Learned peaks on disk, kept from one run to the next.
 //!
-//! The file is replaced as a whole, so that a reader finds the old one or the new one. An unreadable one is reported
-//! and left alone until there is a replacement.
+//! The file is replaced atomically. An unreadable file is reported, and kept until it is replaced.
 
 use std::{
     fs::{self, File},
@@ -16,13 +15,11 @@ use super::parts::Parts;
 use cotenant_policy::peaks::{LearnedPeak, Peaks};
 use cotenant_threads::blocking;
 
-/// Name of the file in the state directory.
 const FILE: &str = "peaks.json";
 
-/// More than a thousand peaks with long names have; a longer file is not ours.
+/// Longer than a thousand peaks with long names; a longer file is not ours.
 const FILE_MAX: u64 = 1 << 20;
 
-/// The file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Stored {
@@ -33,7 +30,7 @@ struct Stored {
 /// Format version that this reader supports.
 const VERSION: u32 = 1;
 
-/// Why the peaks of earlier runs are not known.
+/// Reason why the peaks of earlier runs are unknown.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot use the learned peaks in `{path}`, so that the configuration counts")]
 pub struct PeaksError {
@@ -55,23 +52,23 @@ enum PeaksErrorKind {
 }
 
 impl PeaksError {
-    /// Whether the file exists and this user may not read it.
+    /// Returns whether the file exists, but is not readable for this user.
     #[must_use]
     pub fn is_denied(&self) -> bool {
         matches!(&self.kind, PeaksErrorKind::Read(error) if error.kind() == io::ErrorKind::PermissionDenied)
     }
 
-    /// The remedy.
+    /// Returns the remedy.
     #[must_use]
     pub const fn hint(&self) -> &'static str {
         "remove the file to start over; otherwise the next peak that is learned replaces it"
     }
 }
 
-/// Peaks learned in earlier runs; none without a file.
+/// Reads the peaks learned in earlier runs; none without a file.
 ///
 /// # Errors
-/// When the file cannot be read or parsed.
+/// If the file cannot be read or parsed.
 pub fn learned_peaks(state_dir: &Path) -> Result<Peaks, PeaksError> {
     let path = state_dir.join(FILE);
     read(&path).map_err(|kind| PeaksError { path, kind })
@@ -106,19 +103,19 @@ fn write(path: &Path, peaks: &Peaks) -> io::Result<()> {
     file.write_all(&text)?;
     file.sync_all()?;
     fs::rename(&new, path)?;
-    // The name too has to outlive a power cut.
+    // The directory entry must survive a power failure too.
     match path.parent() {
         Some(folder) => File::open(folder)?.sync_all(),
         None => Ok(()),
     }
 }
 
-/// Writes learned peaks away from the loop; updates during a write are merged into the next one.
+/// Writer of learned peaks, outside the loop; updates during a write are merged into the next one.
 #[derive(Clone, Debug)]
 pub(super) struct PeakStore(watch::Sender<Peaks>);
 
 impl PeakStore {
-    /// A writer into `state_dir`.
+    /// Creates a writer to `state_dir`.
     pub(super) fn new(state_dir: &Path, parts: &Parts) -> Self {
         let path = state_dir.join(FILE);
         let (sender, mut learned) = watch::channel(Peaks::default());
@@ -136,7 +133,7 @@ impl PeakStore {
         Self(sender)
     }
 
-    /// Keeps these.
+    /// Schedules a write of these peaks.
     pub(super) fn store(&self, peaks: Peaks) {
         self.0.send_replace(peaks);
     }

@@ -17,10 +17,8 @@ use cotenant_policy::{
 use cotenant_rpc::{Supervisor as _, v1};
 use cotenant_units::Timestamp;
 
-/// The journal of this run.
 pub(super) struct Recorder {
     journal: Journal,
-    /// The event that is being handled.
     handled: Option<(Timestamp, Event)>,
 }
 
@@ -54,7 +52,7 @@ impl Recorder {
         })
     }
 
-    /// Records the whole state of `arbiter` if later lines could not be replayed otherwise.
+    /// Records the complete state of `arbiter` if later lines could not be replayed otherwise.
     pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(Checkpoint::of(arbiter));
@@ -63,15 +61,14 @@ impl Recorder {
         }
     }
 
-    /// Holds the event that the arbiter is about to handle. It is recorded with its actions, or when this is dropped.
+    /// Keeps the event that the arbiter is about to handle. It is recorded with its actions, or when this is dropped.
     ///
-    /// Lines may wait for a stalled disk for as long as it stalls. So they are not allocated from the emergency
-    /// reserve, from which the arbiter's copy of the event is.
+    /// Lines may wait as long as a disk stalls. Therefore they are not allocated from the emergency reserve, unlike the
+    /// arbiter's copy of the event.
     pub(super) fn event(&mut self, at: Timestamp, event: &Event) {
         self.handled = Some((at, event.clone()));
     }
 
-    /// Records the handled event and its actions.
     pub(super) fn actions(&mut self, at: Timestamp, actions: &[Action]) {
         emergency::outside(|| {
             self.record_handled();
@@ -84,13 +81,12 @@ impl Recorder {
 
     fn record_handled(&mut self) {
         if let Some((at, event)) = self.handled.take() {
-            // Copied once more: the first copy goes back to the reserve.
+            // Cloned again, so that the first copy returns to the reserve.
             let line = Content::Event(event.clone());
             self.journal.record(at, SystemTime::now(), line);
         }
     }
 
-    /// Lines that did not get into the file.
     pub(super) fn lost(&self) -> u64 {
         let (dropped, failed) = self.journal.lost();
         dropped.saturating_add(failed)
@@ -98,14 +94,14 @@ impl Recorder {
 }
 
 impl Drop for Recorder {
-    /// An event at which the arbiter panicked is the first thing that a reader of the journal looks for.
+    /// An event on which the arbiter panicked is the most important line for a reader of the journal.
     fn drop(&mut self) {
         self.record_handled();
     }
 }
 
-/// Sentences of the present instant. A death, its exit and the decision about it may read the same; readers see one
-/// line for each fact, and the journal has all of them.
+/// Sentences of the present instant. A death, its exit and the decision about it may read the same: readers see one
+/// line per fact, the journal has all of them.
 #[derive(Default)]
 struct Shown {
     at: Option<prost_types::Duration>,
@@ -113,7 +109,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Whether a line is new at its instant.
+    /// Returns whether a line is new at its instant.
     fn is_news(&mut self, record: &v1::JournalEntry) -> bool {
         if self.at != record.at {
             self.at = record.at;
@@ -127,8 +123,8 @@ impl Shown {
     }
 }
 
-/// The line as `cotenant events` shows it; `None` for those that come all the time and change nothing by themselves.
-/// They are in the file, for `cotenant replay`.
+/// Converts a line for `cotenant events`; `None` for frequent lines without an effect of their own, which only the file
+/// contains, for `cotenant replay`.
 fn record_of(entry: &JournalEntry) -> Option<v1::JournalEntry> {
     let (kind, body) = match &entry.content {
         Content::Start(start) => (v1::EntryKind::Start, serde_json::to_string(start)),

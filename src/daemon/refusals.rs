@@ -1,4 +1,4 @@
-//! Comparison table of all refusals in all protocols.
+//! Comparison table of all refusals over all protocols.
 
 use axum::response::Response;
 use tonic::Code;
@@ -9,10 +9,11 @@ use cotenant_conversation::refusal::Refusal;
 use cotenant_dev::refusals::refusals;
 use cotenant_rpc::status::refused;
 
-/// The table: gRPC code, reason and whether it has a RetryInfo; HTTP status of OpenAI's API (and Ollama's), code and
-/// `x-should-retry`; status and type of Anthropic's; Wyoming's code, and whether a conversation gets `not-handled`.
+/// Row of a refusal: gRPC code, reason, presence of RetryInfo; HTTP status of the OpenAI and Ollama APIs, code,
+/// `x-should-retry`; status and type of the Anthropic API; Wyoming's code, and whether a conversation gets
+/// `not-handled`.
 ///
-/// The match is exhaustive: a new refusal must be defined for each protocol.
+/// The match is exhaustive, so that a new refusal is defined for each protocol.
 const fn expected(refusal: &Refusal) -> &'static str {
     use Refusal as R;
     match refusal {
@@ -141,7 +142,7 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
             &ollama["error"],
             &anthropic["error"]["message"],
         ] {
-            // Anthropic's clients look for words of theirs in front of it.
+            // Anthropic's clients search for their own words at the start of the message.
             assert!(
                 message
                     .as_str()

@@ -1,6 +1,6 @@
 //! Reload of the configuration while the daemon runs.
 //!
-//! Everything is read and checked before anything changes; the arbiter decides last, since only it has the ledger.
+//! Everything is read and checked before any change; the arbiter decides last, since only it has the ledger.
 
 use std::{
     collections::BTreeMap,
@@ -30,17 +30,17 @@ use cotenant_threads::{NotDone, blocking};
 use cotenant_units::causes::in_one_line;
 use cotenant_worker::handle::WorkerHandle;
 
-/// Calls that may wait; each reads the file when its turn comes.
+/// Bound of the queue of calls; each call reads the file when served.
 const CALLS_MAX: usize = 4;
 
-/// Settings outside of the arbiter that a reload changes.
+/// Settings outside the arbiter that a reload changes.
 pub(super) struct Reloader {
     pub(super) file: PathBuf,
     pub(super) log: LogFilter,
-    /// Memory of the machine, which the budget is a part of: it may change while the daemon runs.
+    /// Memory of the machine, which bounds the budget; it may change while the daemon runs.
     pub(super) machine: watch::Receiver<MachineMemory>,
     pub(super) running: Config,
-    /// The clients with keys that are known now.
+    /// Present clients with keys.
     pub(super) clients: Option<Vec<ClientConfig>>,
     pub(super) control: Arc<ControlHandle>,
     pub(super) workers: BTreeMap<String, WorkerHandle>,
@@ -48,7 +48,6 @@ pub(super) struct Reloader {
     pub(super) access: watch::Sender<Arc<Access>>,
 }
 
-/// Why a reload changed nothing.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error(transparent)]
@@ -68,7 +67,7 @@ enum ReloadError {
 }
 
 impl ReloadError {
-    /// The whole message with its causes and remedies, in lines, for the caller.
+    /// Renders the complete message with causes and remedies, in lines, for the caller.
     fn report(&self) -> String {
         match self {
             Self::Load(error) => {
@@ -110,7 +109,7 @@ impl Reloader {
                 Err(error) => {
                     let cause = in_one_line(error);
                     tracing::error!("configuration not reloaded, nothing is changed: {cause}");
-                    // The journal already has the arbiter's denials.
+                    // The arbiter's denials are already in the journal.
                     if !matches!(error, ReloadError::Denied(_)) {
                         self.control.tell(Event::ReloadRefused { cause }).await;
                     }
@@ -120,7 +119,7 @@ impl Reloader {
         }
     }
 
-    /// Has the budget follow the memory of the machine. Settings that do not work with it are the arbiter's to report.
+    /// Adapts the budget to the memory of the machine. The arbiter reports settings that do not fit.
     async fn resize(&mut self) {
         let machine = self.machine.borrow_and_update().clone();
         let params = self.running.params_within(&machine).map(Box::new);
@@ -148,7 +147,7 @@ impl Reloader {
         let (next, mut changes) = reloaded(&self.running, &new);
         let keys_file = "http.keys_file".to_owned();
         if clients != self.clients && !changes.applied.contains(&keys_file) {
-            changes.applied.push(keys_file); // the same file with other contents
+            changes.applied.push(keys_file); // same path, different contents
         }
         let machine = self.machine.borrow().clone();
         let params = next
@@ -196,7 +195,7 @@ impl Reloader {
         Ok(changes)
     }
 
-    /// Has each worker made from the settings in `config` at its next start.
+    /// Sets the specification of each worker for its next start.
     fn change_workers(&self, config: &Config) {
         for worker in &config.workers {
             if let Some(handle) = self.workers.get(&worker.name) {
@@ -206,16 +205,16 @@ impl Reloader {
     }
 }
 
-/// The clients with keys, where there is a file of them.
+/// Returns the clients with keys, if a file is configured.
 ///
 /// # Errors
-/// When that file cannot be used.
+/// If that file cannot be used.
 pub(super) fn clients_of(config: &Config) -> Result<Option<Vec<ClientConfig>>, LoadError> {
     let file = config.http.keys_file.as_deref();
     file.map(config::load_clients).transpose()
 }
 
-/// Access rules of the HTTP APIs; clients that existed `before` keep their requests in flight.
+/// Returns the access rules of the HTTP APIs; clients that existed `before` keep their requests in flight.
 pub(super) fn access_of(
     config: &Config,
     clients: Option<Vec<ClientConfig>>,
@@ -246,7 +245,7 @@ pub(super) fn access_of(
     }
 }
 
-/// The file as it is found again whatever the folder of the moment is.
+/// Returns the absolute path of a file, independent of later changes of the working directory.
 pub(super) fn absolute(file: &Path) -> PathBuf {
     std::path::absolute(file).unwrap_or_else(|_| file.to_owned())
 }

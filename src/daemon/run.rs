@@ -1,4 +1,4 @@
-//! Composition root: builds every part of the daemon and runs the control loop.
+//! Composition root: constructs every part of the daemon and runs the control loop.
 
 use std::{
     fs, io,
@@ -67,36 +67,34 @@ use cotenant_worker::{
     orphans::end_orphans,
 };
 
-/// Lines that `cotenant events` can look back on.
+/// Lines kept for `cotenant events`.
 const EVENT_LOG_LINES: usize = 4096;
 
-/// How long after the listeners have opened the start counts as over.
+/// Time after opening the listeners at which the start is complete.
 const SETTLED: Duration = Duration::from_secs(1);
-/// How much longer it takes without an LLM, by when the first rounds of each timer are over too.
+/// Additional time without an LLM, after which each timer has fired once.
 const SETTLED_WITHOUT_ENGINE: Duration = Duration::from_secs(3);
 
-/// How long addresses may be in use when no supervisor runs here.
+/// Longest wait for addresses in use although no supervisor runs here.
 const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Between two looks at them.
 const LISTENERS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Source of settings that may change while the daemon runs, the log that they change, and systemd's sockets.
+/// Sources of reloadable settings, and systemd's sockets.
 pub struct Source {
     /// The configuration file.
     pub file: PathBuf,
-    /// Which lines are logged.
+    /// Filter of the log.
     pub log: LogFilter,
-    /// Sockets that are open already.
+    /// Sockets already open.
     pub sockets: PassedSockets,
 }
 
-/// Runs the daemon until a signal ends it; SIGHUP reloads `source`. `dropped` counts the lines that its log has lost.
-/// gRPC and decisions share `control_runtime`, which is single-threaded; everything else runs on the runtime of the
-/// caller.
+/// Runs the daemon until a signal; SIGHUP reloads `source`. `dropped` counts lines lost by its log. gRPC and decisions
+/// share the single-threaded `control_runtime`; everything else runs on the caller's runtime.
 ///
 /// # Errors
-/// When it cannot start, or loses a critical task. Faults of the engine and of workers are events.
+/// If it cannot start, or loses a critical task. Faults of the engine and of workers are events.
 pub async fn run(
     config: Config,
     source: Source,
@@ -116,7 +114,7 @@ pub async fn run(
     backend::cuda::keep_probe_in(&config.state_dir);
     let set_aside = emergency::prepare();
 
-    // The machine, and the settings for it.
+    // Machine, and settings for it.
     let root = ProbeRoot::default();
     let mut sampler = open_sampler(&config, &root)?;
     let reading = sampler.read()?;
@@ -124,8 +122,9 @@ pub async fn run(
     let params = params_for(&config, &machine.borrow())?;
     let arbiter = Arbiter::new(params.clone())?;
 
-    // The instance. If another supervisor is running, the start ends here and has touched nothing of it. If that
-    // supervisor cannot be named, the address in use is more informative than the lock, so that error comes first.
+    // Instance. If another supervisor is running, the start ends here, without effect on it. If that supervisor cannot
+    // be identified, the error about the address in use is more helpful than that about the lock, so the addresses are
+    // tried first.
     let place = match Place::take(&config).await {
         Err(error @ RunError::Running { .. }) => return Err(error),
         place => place,
@@ -137,7 +136,7 @@ pub async fn run(
     let (guard, safe_profile) =
         CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
 
-    // State shared by all parts.
+    // Shared state.
     let runs = inheritance.boot_ids.clone();
     let (control, inbox) = ControlHandle::new(boot_id.clone(), runs, clock, EVENT_LOG_LINES);
     control.note_locked(set_aside);
@@ -200,7 +199,7 @@ pub async fn run(
         access,
     };
 
-    // The loop.
+    // Loop.
     let (pace, interval) = Pace::new();
     let device = Device {
         measurer: Measurer::new(
@@ -226,11 +225,11 @@ pub async fn run(
         pace,
     };
     let mut control_loop = ControlLoop::new(arbiter, clock, device);
-    // Before anything else can be admitted: memory of the earlier run's holders, and of unmanaged processes.
+    // Before any admission: memory of the earlier run's holders, and of unmanaged processes.
     for event in inheritance.events(adopted) {
         control_loop.handle(event);
     }
-    let taken_at = clock.now(); // what is read may be as old as the beginning of the reading
+    let taken_at = clock.now(); // a reading is as old as its start
     control_loop.handle(Event::Sampled(sampler.read()?.sample(taken_at)));
     sampling::spawn(
         sampler,
@@ -241,7 +240,7 @@ pub async fn run(
         &parts,
     );
 
-    // The APIs.
+    // APIs.
     let listeners = Listeners::open(
         bound,
         &control,
@@ -297,7 +296,7 @@ pub async fn run(
     }
 }
 
-/// Backends of the APIs for the existing workers and engine.
+/// Returns the API backends for these workers and this engine.
 fn clients_of(
     config: &Config,
     control: &Arc<ControlHandle>,
@@ -351,7 +350,7 @@ fn clients_of(
     }
 }
 
-/// The tracer, and the exporter of its spans where a collector is configured.
+/// Returns the tracer, with an exporter if a collector is configured.
 fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
     let Some(otlp) = config.otlp.clone() else {
         return Tracer::default();
@@ -386,7 +385,7 @@ fn open_sampler(config: &Config, root: &ProbeRoot) -> Result<Sampler, RunError> 
     Ok(Sampler::open(root, session)?)
 }
 
-/// The settings of policy for a machine, with the peaks that earlier runs have learned.
+/// Returns the settings of policy for a machine, with the peaks learned in earlier runs.
 fn params_for(config: &Config, machine: &MachineMemory) -> Result<Params, RunError> {
     let mut params = config.params(machine).map_err(|faults| {
         RunError::Settings(
@@ -404,7 +403,7 @@ fn params_for(config: &Config, machine: &MachineMemory) -> Result<Params, RunErr
     Ok(params)
 }
 
-/// Releases memory that only the start needed, and locks the rest. The first requests and samples count as part of the
+/// Releases memory needed only by the start, and locks the rest. The first requests and samples count as part of the
 /// start.
 async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     tokio::time::sleep(SETTLED).await;
@@ -414,13 +413,13 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     heap::trim();
     control.note_locked(emergency::lock_program());
     if !has_engine {
-        // Last, since each step before it is used this once.
+        // Last, since the steps before it run once.
         startup_trim::drop_program();
     }
 }
 
-/// Takes over the living workers of the previous run and ends its other processes. Returns the workers in policy's
-/// form, and their processes.
+/// Takes over the living workers of the previous run, and ends its other processes. Returns the workers for policy, and
+/// their processes.
 async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWorker>, Vec<u32>) {
     let roots = ProbeRoot::default();
     all_visible(&roots).await;
@@ -434,8 +433,8 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
     (adopted, pids)
 }
 
-/// Binds the listeners. Their addresses may be in use for an instant after another supervisor has ended: the kernel
-/// closes its sockets one after the other.
+/// Binds the listeners. Their addresses may be in use briefly after another supervisor has ended, while the kernel
+/// closes its sockets.
 async fn take_listeners(
     config: &Config,
     passed: &PassedSockets,
@@ -459,7 +458,7 @@ async fn take_listeners(
     }
 }
 
-/// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.
+/// Returns a unique name for this run: the kernel's random UUID, or the time if that cannot be read.
 fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/uuid").map_or_else(
         |_| std::process::id().to_string(),

@@ -22,31 +22,29 @@ use cotenant_probe::{
 use cotenant_threads::{NotDone, blocking};
 use cotenant_units::{causes::in_one_line, lock::locked};
 
-/// Time between two samples until the arbiter has set another one.
+/// Sampling interval until the arbiter sets another one.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Asks for samples at another pace; the wait under way is cut short when the new one is shorter.
+/// Setter of the sampling interval; a shorter one cuts the current wait short.
 #[derive(Clone, Debug)]
 pub(super) struct Pace {
     interval: watch::Sender<Duration>,
 }
 
 impl Pace {
-    /// A pace, and the interval that sampling follows.
+    /// Creates a setter, and the interval that sampling follows.
     pub(super) fn new() -> (Self, watch::Receiver<Duration>) {
         let (interval, wanted) = watch::channel(FIRST_INTERVAL);
         (Self { interval }, wanted)
     }
 
-    /// The next sample comes after `interval`.
     pub(super) fn set(&self, interval: Duration) {
-        // Only another one wakes the sampler.
+        // Only a different value wakes the sampler.
         self.interval
             .send_if_modified(|current| std::mem::replace(current, interval) != interval);
     }
 }
 
-/// The ladder in the words of policy.
 const fn watch_of(rung: PsiRung) -> StallWatch {
     match rung {
         PsiRung::Absent => StallWatch::Absent,
@@ -56,7 +54,7 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
     }
 }
 
-/// Starts sampling, which continues while the pace is held; `machine` follows the machine's memory.
+/// Starts sampling, which continues while `Pace` exists; `machine` follows the machine's memory.
 pub(super) fn spawn(
     sampler: Sampler,
     root: &ProbeRoot,
@@ -72,11 +70,11 @@ pub(super) fn spawn(
     parts.spawn_permanent("sampling", async move {
         let mut failing = false;
         loop {
-            // The reading may be as old as its beginning.
+            // A reading is as old as its start.
             let taken_at = control.clock().now();
             let of_session = locked(&sampler).is_of_session();
             let reading = if of_session {
-                // Walking /proc takes too long for a thread that serves others.
+                // Reading /proc takes too long for a shared thread.
                 let theirs = Arc::clone(&sampler);
                 let read = emergency::within(|| {
                     blocking(move || emergency::within(|| locked(&theirs).read()))
@@ -108,7 +106,7 @@ pub(super) fn spawn(
                     };
                     control.tell(Event::Sampled(sample)).await;
                 }
-                // Once for each series of failures, of which there may be a hundred in a second.
+                // Logged once per series of failures, of which there may be a hundred per second.
                 Err(error) if !std::mem::replace(&mut failing, true) => {
                     tracing::error!("no samples: {error}");
                 }
@@ -139,8 +137,8 @@ pub(super) fn spawn(
     });
 }
 
-/// Waits for a reading, and logs when it takes too long. It cannot be cancelled while it blocks in the kernel.
-/// Meanwhile the last sample ages, and decisions based on samples have a greatest age for them.
+/// Waits for a reading, and logs if it takes too long. A read blocked in the kernel cannot be cancelled. Meanwhile the
+/// last sample ages, and decisions based on samples have a maximum age.
 async fn within_limit<T>(read: impl Future<Output = T>) -> T {
     let mut read = pin!(read);
     match tokio::time::timeout(READING_MAX, &mut read).await {
@@ -152,10 +150,10 @@ async fn within_limit<T>(read: impl Future<Output = T>) -> T {
     }
 }
 
-/// Longest duration of a reading: a thousand times the usual one (our choice).
+/// Time limit of a reading: a thousand times the usual duration (our choice).
 const READING_MAX: Duration = Duration::from_secs(2);
 
-/// Logs a failed reading; a cancelled one belongs to a daemon that ends.
+/// Logs a failed reading, unless it was cancelled because the daemon ends.
 fn tell_broken(broken: &NotDone) {
     tracing::error!(%broken, "sampling has broken down");
 }

@@ -4,7 +4,7 @@ use cotenant_engine::{EngineHandle, EngineSnapshot, RunningRequest};
 use cotenant_rpc::{lease_class, v1};
 use cotenant_units::Tokens;
 
-/// The sequences of an engine: those that run or the last one, the conversations that are kept beside it, and those that wait.
+/// Returns the sequences of an engine: running ones or the last one, parked conversations, and waiting requests.
 pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     let snapshot = handle.snapshot();
     let kv = snapshot
@@ -38,7 +38,7 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
             v1::SequenceState::Answer
         };
         let tokens = one.prompt_tokens.get().saturating_add(one.generated.get());
-        // Several share their prefix.
+        // Several sequences share their prefix.
         let position = if is_alone {
             snapshot.position
         } else {
@@ -77,7 +77,8 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     running.chain(kept).chain(beside).chain(waiting).collect()
 }
 
-/// Tokens in the KV cache while nothing runs: of the last conversation, and of parked ones with their state.
+/// Returns the tokens in the KV cache while nothing runs: of the last conversation, and of parked ones with their
+/// state.
 pub(super) fn kept_tokens(snapshot: &EngineSnapshot) -> u32 {
     let held = snapshot.breakdown.as_ref();
     let beside = held.map_or(0, |held| (held.kv_marks + held.kv_parked).get());
@@ -89,7 +90,7 @@ pub(super) fn kept_tokens(snapshot: &EngineSnapshot) -> u32 {
     snapshot.position.get().saturating_add(beside)
 }
 
-/// Tokens that the running sequences have in the KV cache, and those that are kept while nothing runs.
+/// Returns the tokens of running sequences in the KV cache, and those kept while nothing runs.
 pub(super) fn tokens_in_cache(sequences: &[v1::Sequence], kept: u32) -> (u32, u32) {
     let running = sequences.iter().filter(|one| {
         matches!(

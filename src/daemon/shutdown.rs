@@ -1,4 +1,4 @@
-//! End of a run: drains requests in flight, then stops engine, workers and listeners.
+//! End of a run: drain requests in flight, then stop engine, workers and listeners.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -16,14 +16,13 @@ use super::{
 };
 use cotenant_policy::event::Event;
 
-/// How long requests in flight may continue when the daemon ends. With [`STOP_GRACE`] after it, well below
+/// Longest time for requests in flight when the daemon ends. Together with [`STOP_GRACE`], well below
 /// `TimeoutStopSec=45s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
 
-/// How long the engine, the workers and the listeners may take to end.
+/// Longest time for the engine, the workers and the listeners to end.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 
-/// The control loop of the daemon.
 pub(super) type DaemonLoop = ControlLoop<MonotonicClock, Device>;
 
 /// Runs the loop until a signal or the loss of a critical task, then ends the run.
@@ -53,13 +52,13 @@ pub(super) async fn run_to_the_end(
         }
         signal = signals.next(&control) => tracing::warn!(signal, "ending at once"),
     }
-    // A task that waits for room in the inbox must not wait for a loop that has ended.
+    // Tasks that wait for space in the inbox must not block on an ended loop.
     drop(inbox);
     stop(control_loop, listeners).await;
     lost.map_or(Ok(()), |what| Err(RunError::Lost { what }))
 }
 
-/// Waits until every request in flight, at the engine and at the workers, has been answered.
+/// Waits until every request in flight at the engine and the workers is answered.
 fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
     let device = control_loop.device();
     let answered = device.engine.as_ref().map(EngineDriver::drain);
@@ -74,7 +73,6 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
     }
 }
 
-/// Ends everything that was started.
 async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
     let (arbiter, device) = control_loop.into_parts();
     device.watchdog.stand_down();

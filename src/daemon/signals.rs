@@ -7,7 +7,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use super::control_handle::ControlHandle;
 use cotenant_rpc::supervisor::Supervisor as _;
 
-/// SIGTERM and SIGINT end the daemon; SIGHUP has it read its configuration again.
+/// Handler: SIGTERM and SIGINT end the daemon, SIGHUP reloads its configuration.
 #[derive(Debug)]
 pub(super) struct Signals {
     hangup: Signal,
@@ -16,7 +16,6 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    /// Takes the signals over from now on.
     pub(super) fn install() -> io::Result<Self> {
         Ok(Self {
             hangup: signal(SignalKind::hangup())?,
@@ -25,7 +24,7 @@ impl Signals {
         })
     }
 
-    /// Waits for the next one that ends the daemon; returns its name.
+    /// Waits for the next signal that ends the daemon; returns its name.
     pub(super) async fn next(&mut self, control: &ControlHandle) -> &'static str {
         loop {
             tokio::select! {

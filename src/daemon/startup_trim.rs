@@ -1,22 +1,21 @@
-//! Release of memory that only the start needed.
+//! Release of memory needed only by the start.
 
 use std::{ffi::c_void, ptr::NonNull};
 
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process, VmFlags};
 
-/// Drops text and constants of the program and its libraries from this process's memory; pages still in use are mapped
-/// again.
+/// Drops text and constants of the program and its libraries from memory; pages still in use are mapped again.
 ///
-/// Reading the configuration, binding the listeners and starting the threads touches most of them once, and an idle
-/// daemon does not need them. Only for a daemon without an LLM: otherwise the text of the shed path has to stay, since
-/// it is locked as far as it is resident, and reading it from disk under memory pressure takes long. Only mappings
-/// without changed pages are dropped, so relocated constants stay. A mapping with lock-on-fault keeps it.
+/// The start touches most of them once, but an idle daemon does not need them. Only for a daemon without an LLM:
+/// otherwise the code of the shed path must stay resident, since only resident pages are locked, and reading it from
+/// disk under memory pressure is slow. Only mappings without modified pages are dropped, so relocated constants stay.
+/// Lock-on-fault of a mapping remains in force.
 pub(super) fn drop_program() {
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;
     };
-    // First all ranges are read, then all are dropped, including the code that reads them.
+    // First read all ranges, then drop them all, including the code that reads them.
     let ranges = maps.0.into_iter().filter_map(|map| {
         let of_file = matches!(map.pathname, MMapPath::Path(_));
         let readable = map
@@ -38,9 +37,8 @@ pub(super) fn drop_program() {
     });
     let ranges: Vec<_> = ranges.collect();
     for (address, length, locked) in ranges {
-        // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it
-        // was mapped, so dropping them changes no content: the next access reads them from the file again. Locking
-        // changes none either.
+        // SAFETY: the range is a private, read-only file mapping without modified pages, so dropping it changes no
+        // content: the next access reads the file again. Nor does locking.
         let dropped = unsafe {
             if locked {
                 let _ = libc::munlock(address.as_ptr(), length);

@@ -1,4 +1,4 @@
-//! State behind the HTTP status endpoints.
+//! State of the HTTP status endpoints.
 
 use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
@@ -17,29 +17,27 @@ use cotenant_rpc::json;
 use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, NodeInfo, Tracer};
 use cotenant_units::{Bytes, Tokens};
 
-/// State, metrics and names as HTTP shows them.
+/// State, metrics and names shown over HTTP.
 pub(super) struct Status {
     control: Arc<ControlHandle>,
     metrics: Arc<Metrics>,
     engine: Option<CurrentEngine>,
     dropped: LinesDropped,
     tracer: Tracer,
-    /// Seconds since 1970 at the start.
+    /// Start time in seconds since 1970.
     created: u64,
     board: Board,
     names: RwLock<Names>,
 }
 
-/// Names that clients may use.
 struct Names {
-    /// The LLM's own; empty without one.
+    /// Name of the LLM; empty without one.
     llm: String,
     models: Vec<ModelInfo>,
     voices: Vec<Voice>,
 }
 
 impl Status {
-    /// State that HTTP shows of a daemon.
     pub(super) fn new(
         control: &Arc<ControlHandle>,
         metrics: &Arc<Metrics>,
@@ -65,14 +63,14 @@ impl Status {
         status
     }
 
-    /// Takes names and identity of a changed configuration.
+    /// Applies names and identity of a changed configuration.
     pub(super) fn reconfigure(&self, config: &Config) {
         *self.names.write().unwrap_or_else(PoisonError::into_inner) =
             Names::of(config, self.created);
         self.identify(config);
     }
 
-    /// Publishes which configuration is in force, on which board.
+    /// Publishes the configuration in force, and the board.
     fn identify(&self, config: &Config) {
         self.metrics.show_vllm_names(config.telemetry.vllm_names);
         self.metrics.set_node(&NodeInfo {
@@ -141,7 +139,7 @@ impl Names {
                 }),
             }
         }
-        // The first one speaks when none is named, or one that there is not.
+        // The first voice is the default, also for unknown names.
         voices.sort_by_key(|voice| !voice.aliases.iter().any(|alias| alias == "default"));
         let llm = config.llm.as_ref();
         Self {

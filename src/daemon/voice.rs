@@ -1,4 +1,4 @@
-//! Adapter from the speech APIs to speech workers.
+//! Adapter between the speech APIs and speech workers.
 
 use std::{
     collections::VecDeque,
@@ -48,56 +48,55 @@ use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 use cotenant_worker::handle::WorkerState;
 
-/// When a client may try again while a worker is being started.
+/// Retry interval while a worker is starting.
 const RETRY_SOON: Duration = Duration::from_millis(500);
 
-/// Retry time for a worker that waits for memory it cannot get. Our choice: the longest wait of a request for a worker,
-/// since an operator has to change something first.
+/// Retry interval for a worker that waits for memory it cannot get. Our choice: the longest wait of a request for a
+/// worker, since an operator has to change something first.
 const RETRY_LATE: Duration = Duration::from_secs(60);
 
-/// Part of a client's patience reserved for the response itself, also a refusal.
+/// Part of a client's timeout reserved for the response itself, including a refusal.
 const TO_ANSWER: Duration = Duration::from_millis(200);
 
-/// Recordings that a recogniser has at once. Our choice: short ones are transcribed between the parts of a long one,
-/// and its memory is that of one long one and some short ones.
+/// Concurrent recordings in a recogniser. Our choice: short ones are transcribed between the parts of a long one, and
+/// its memory suffices for one long and several short ones.
 const RECORDINGS_AT_ONCE: usize = 4;
 
-/// As it reads after "cannot".
+/// Continuation of "cannot".
 const TRANSCRIBE: &str = "transcribe speech";
 const SPEAK: &str = "speak";
 
-/// How long a character is when it is spoken, by which texts and recordings are measured alike.
+/// Spoken duration of a character, which makes texts comparable with recordings.
 const SPOKEN_CHARACTER: Duration = Duration::from_millis(60);
 
-/// A single piece of work.
+/// Rest of work in a single part.
 const NO_REST: (Duration, u32) = (Duration::ZERO, 0);
 
-/// The speech workers as the APIs use them.
+/// Speech workers as used by the APIs.
 pub(super) struct Voice {
     control: Arc<ControlHandle>,
     asr: Option<Speaker>,
     tts: Option<Speaker>,
     recordings: Arc<Queue>,
     texts: Arc<Queue>,
-    /// Places of recordings that the recogniser has at once; further ones wait in order of arrival.
+    /// Permits for concurrent recordings in the recogniser; further ones wait in order of arrival.
     places: Semaphore,
-    /// Names of the voices that the worker announced last.
+    /// Voices last announced by the worker.
     announced: Mutex<Vec<String>>,
     tracer: Tracer,
 }
 
-/// Pending work of a worker.
 struct Queue {
     act: &'static str,
     control: Arc<ControlHandle>,
     backlog: Mutex<Backlog>,
 }
 
-/// A recording or text that a worker has to do.
+/// Recording or text in a worker's queue.
 struct Queued {
     queue: Arc<Queue>,
     work: Duration,
-    /// The same and all that was before it.
+    /// Its work, plus all work queued before it.
     with_others: Duration,
     outcome: Outcome,
 }
@@ -105,7 +104,7 @@ struct Queued {
 enum Outcome {
     Dropped,
     Answered,
-    /// The sum of the times in which the worker was waited for.
+    /// Total time spent waiting for the worker.
     AnsweredIn(Duration),
 }
 
@@ -118,8 +117,7 @@ impl Queue {
         })
     }
 
-    /// A place in the queue, if the answer, complete with a `rest` of so many parts, can be expected within the
-    /// client's patience.
+    /// Queues work, if the complete answer, with `rest` in further parts, is expected within the client's timeout.
     fn admit(
         self: &Arc<Self>,
         work: Duration,
@@ -156,7 +154,7 @@ impl Drop for Queued {
             Outcome::Dropped => backlog.dropped(self.work),
             Outcome::Answered => backlog.answered(now, self.work),
             Outcome::AnsweredIn(waited) => {
-                // The rest of the time was that of others.
+                // The remaining share of the time was spent on others.
                 let share = self.work.as_secs_f64() / self.with_others.as_secs_f64();
                 backlog.answered_in(now, self.work, waited.mul_f64(share));
             }
@@ -165,7 +163,6 @@ impl Drop for Queued {
 }
 
 impl Voice {
-    /// The speech workers of a configuration.
     pub(super) fn new(
         control: Arc<ControlHandle>,
         asr: Option<Speaker>,
@@ -184,10 +181,11 @@ impl Voice {
         })
     }
 
-    /// A client of a worker that takes requests, and that a request is at work; waits for the worker if it has to.
+    /// Returns a client of a worker that accepts requests, and a guard that counts a request in flight; waits for the
+    /// worker if necessary.
     ///
     /// # Errors
-    /// When it is stopped permanently, or does not take requests in time.
+    /// If it is stopped permanently, or does not accept requests in time.
     async fn client(
         &self,
         speaker: Option<&Speaker>,
@@ -200,7 +198,7 @@ impl Voice {
         };
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
-        // A start after the client's timeout is of no use to it; a refusal before it is.
+        // A start after the client's timeout is useless to it, a refusal before it is not.
         let limit = meta.patience.map_or(limit, |patience| {
             limit.min(patience.saturating_sub(TO_ANSWER))
         });
@@ -211,7 +209,7 @@ impl Voice {
             let state = states.borrow_and_update().clone();
             let mut look = look(&state, speaker, meta.part_of.is_some(), act);
             if matches!(look, Look::Go(_)) {
-                // First counted, then looked at again: a worker that is wound up has seen one or the other.
+                // Count first, then check again: a worker being stopped has seen one of the two.
                 let at_work = self.control.at_work(&name);
                 look = self::look(&self.control.state(), speaker, meta.part_of.is_some(), act);
                 if let Look::Go(endpoint) = look {
@@ -245,17 +243,16 @@ impl Voice {
     }
 }
 
-/// Availability of a worker.
 enum Look {
-    /// Ask it there.
+    /// Available at this endpoint.
     Go(Endpoint),
-    /// It will not take this request.
+    /// It will not accept this request.
     Never(Refusal),
-    /// It may become available; its current activity.
+    /// It may become available; with its current activity.
     Wait(&'static str),
 }
 
-/// Whether a worker takes a request, which may be a stage of an answer that runs.
+/// Returns whether a worker accepts a request, which may be a stage of a running answer.
 fn look(state: &Snapshot, speaker: &Speaker, is_stage: bool, act: &str) -> Look {
     let act = act.to_owned();
     if state.draining && !is_stage {
@@ -307,10 +304,10 @@ fn look(state: &Snapshot, speaker: &Speaker, is_stage: bool, act: &str) -> Look 
     }
 }
 
-/// The client for a worker at this endpoint.
+/// Returns the client for a worker at this endpoint.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
     let timeouts = ClientTimeouts {
-        // A server of one thread describes itself when it has spoken for another client.
+        // A single-threaded server describes itself only after it has finished speaking for another client.
         describe: way.answer_timeout,
         transcribe: way.answer_timeout,
         synthesize: way.answer_timeout,
@@ -331,7 +328,7 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
             way.model.clone(),
             timeouts,
         )),
-        // The configuration gives none to a worker that speaks HTTP.
+        // The configuration excludes Unix sockets for HTTP workers.
         unix @ Endpoint::Unix(_) => SpeechClient::Wyoming(WyomingClient::new(unix, timeouts)),
     }
 }
@@ -340,8 +337,8 @@ fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
     move |error| worker_lost(&worker, in_one_line(&error))
 }
 
-/// The refusal for a worker's failure. Input that the worker will never accept is a permanent error, which clients do
-/// not retry.
+/// Returns the refusal for a worker's failure. Input that the worker will never accept is a permanent error, which
+/// clients do not retry.
 fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     match error {
         ClientError::Refused {
@@ -355,7 +352,6 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     }
 }
 
-/// About how long a text is when it is spoken.
 fn spoken(text: &str) -> Duration {
     SPOKEN_CHARACTER.saturating_mul(u32::try_from(text.chars().count().max(1)).unwrap_or(u32::MAX))
 }
@@ -364,13 +360,14 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Whether two tags have the same language, such as `en` and `en-GB`.
+/// Returns whether two tags have the same language, such as `en` and `en-GB`.
 pub(super) fn is_same_language(one: &str, other: &str) -> bool {
     let primary = |tag: &str| tag.split(['-', '_']).next().map(str::to_lowercase);
     primary(one) == primary(other)
 }
 
-/// A recogniser for other languages would produce wrong text. One that announces no languages is used anyway.
+/// Refuses a language that the recogniser does not announce, since its text would be wrong. A recogniser that announces
+/// none is used anyway.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
     if known.is_empty() || known.iter().any(|tag| is_same_language(tag, wanted)) {
         return Ok(());
@@ -419,7 +416,7 @@ impl SpeechBackend for Voice {
             if let Some(speaker) = &self.tts
                 && let Look::Go(endpoint) = look(&self.control.state(), speaker, false, SPEAK)
             {
-                // A worker that does not respond keeps its last description.
+                // If a worker does not respond, its last description is kept.
                 let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;
             }
             locked(&self.announced).clone()
@@ -429,7 +426,6 @@ impl SpeechBackend for Voice {
 }
 
 impl Voice {
-    /// The span of a worker's work.
     fn span(
         &self,
         what: &str,
@@ -447,14 +443,14 @@ impl Voice {
         span
     }
 
-    /// Names of the voices that a worker announces, which are kept for when it does not run.
+    /// Asks a worker for its voices, which are remembered while it is not running.
     async fn announced_by(&self, client: &SpeechClient) -> Result<Vec<String>, ClientError> {
         let voices = client.voices().await?;
         locked(&self.announced).clone_from(&voices);
         Ok(voices)
     }
 
-    /// The name of the voice that speaks; none where the worker chooses.
+    /// Returns the name of the voice; `None` if the worker chooses.
     async fn voice_of(
         &self,
         wish: VoiceWish,
@@ -485,7 +481,7 @@ impl Voice {
         let mut queued =
             self.recordings
                 .admit(request.audio.duration(), NO_REST, request.meta.patience)?;
-        // It is never closed.
+        // The semaphore is never closed.
         let _place = self.places.acquire().await.ok();
         let (client, at_work, name) = self
             .client(
@@ -509,7 +505,7 @@ impl Voice {
             )
             .await;
         match (&heard, &self.asr) {
-            // Its connection has been closed. A worker that computes on without a client is at work until it is done.
+            // The connection has been closed, but the worker may compute on without a client.
             (Err(ClientError::Late { .. }), Some(ears)) => ears.hangs.busy_until_done(at_work),
             _ => drop(at_work),
         }
@@ -609,16 +605,15 @@ impl Voice {
     }
 }
 
-/// A text that is spoken sentence by sentence, so that its sound begins with the first one whatever the worker does.
+/// Text spoken sentence by sentence, so that audio begins with the first sentence, regardless of the worker.
 struct Speaking {
     client: SpeechClient,
     voice: Option<String>,
     speaker: Option<String>,
     speed: f64,
-    /// Sentences that are still to be spoken.
     texts: VecDeque<String>,
     queue: Arc<Queue>,
-    /// The sentence that the worker has, and how long it was waited for.
+    /// Sentence in the worker's queue, and the time spent waiting for it.
     queued: Option<Queued>,
     waited: Duration,
     tts: Option<Speaker>,
@@ -627,7 +622,7 @@ struct Speaking {
     _at_work: AtWork,
 }
 
-/// The current sentence, and the resampler to the rate of the first.
+/// Current sentence, and the resampler to the rate of the first.
 struct Sound {
     speech: client::SpeechStream,
     resampler: Option<Resampler>,
@@ -646,7 +641,7 @@ impl Speaking {
         begun.map_err(|error| self.failed(error))
     }
 
-    /// The next samples at `rate`; `None` at the end.
+    /// Returns the next samples at `rate`; `None` at the end.
     async fn next(&mut self, sound: &mut Sound, rate: u32) -> Result<Option<Vec<i16>>, Refusal> {
         loop {
             let since = Instant::now();

@@ -7,9 +7,8 @@
 //!                                             the process ends with code 70, and systemd starts the next one
 //! ```
 //!
-//! It depends on nothing that the loop could hold: the loop's time is an atomic, the plan was made before, and lines
-//! are written to stderr by one system call. Only the loop notifies systemd's watchdog, so systemd detects the stall
-//! too.
+//! It waits for nothing that a hung loop holds: the loop's time is atomic, the plan is precomputed, and lines are
+//! written to stderr by one system call. Only the loop notifies systemd's watchdog, so systemd detects the stall too.
 
 use std::{
     io,
@@ -25,7 +24,7 @@ use cotenant_memory::emergency;
 use cotenant_policy::residency::EnginePlan;
 use cotenant_units::lock::locked;
 
-/// The thread, as the loop sees it.
+/// Handle of the thread, for the loop.
 pub(super) struct Watchdog {
     shared: Arc<Shared>,
 }
@@ -33,13 +32,13 @@ pub(super) struct Watchdog {
 struct Shared {
     control: Arc<ControlHandle>,
     engine: Option<CurrentEngine>,
-    /// The plan to which the engine sheds.
+    /// Plan to which the engine sheds.
     floor: Mutex<Option<EnginePlan>>,
     off: AtomicBool,
 }
 
 impl Watchdog {
-    /// A detector that does not run yet.
+    /// Creates a detector that is not running yet.
     pub(super) fn new(control: &Arc<ControlHandle>, engine: Option<CurrentEngine>) -> Self {
         Self {
             shared: Arc::new(Shared {
@@ -51,10 +50,10 @@ impl Watchdog {
         }
     }
 
-    /// Starts the thread. The loop has to run from now on.
+    /// Starts the thread. The loop must be running from now on.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    /// If the system refuses a thread.
     pub(super) fn start(&self) -> io::Result<()> {
         let watched = Arc::clone(&self.shared);
         watched.control.beat(watched.control.clock().now());
@@ -68,17 +67,16 @@ impl Watchdog {
         Ok(())
     }
 
-    /// Whether it has no plan yet.
     pub(super) fn is_unarmed(&self) -> bool {
         self.shared.floor().is_none()
     }
 
-    /// Sets the plan to which the engine sheds when the loop stalls.
+    /// Sets the plan to which the engine sheds if the loop stalls.
     pub(super) fn arm(&self, floor: EnginePlan) {
         *self.shared.floor() = Some(floor);
     }
 
-    /// Ends the detector: the loop stops on purpose.
+    /// Ends the detector, before the loop stops on purpose.
     pub(super) fn stand_down(&self) {
         self.shared.off.store(true, Ordering::Relaxed);
     }
@@ -120,20 +118,20 @@ impl Shared {
                     say(
                         "cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n",
                     );
-                    // No unwinding: the hung thread may hold any lock. SAFETY: `_exit` takes a number and does not
-                    // return.
+                    // No unwinding: the hung thread may hold any lock.
+                    // SAFETY: `_exit` takes a number and does not return.
                     unsafe { libc::_exit(EXIT_STALLED) };
                 }
             }
         }
     }
 
-    /// Sheds the engine to its floor; returns whether there was one.
+    /// Sheds the engine to its floor; returns whether a plan was set.
     fn shed(&self) -> bool {
         let Some(engine) = &self.engine else {
             return false;
         };
-        // Taken and not copied: nothing is allocated. A loop that runs again arms it again.
+        // Taken instead of cloned, to avoid an allocation. The loop sets it again if it resumes.
         let Some(floor) = self.floor().take() else {
             return false;
         };
@@ -143,19 +141,17 @@ impl Shared {
     }
 }
 
-/// Action required after a look at the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reaction {
     None,
-    /// The loop ran again after a stall.
+    /// The loop runs again after a stall.
     Resumed,
-    /// The engine sheds to its floor.
+    /// The engine must shed to its floor.
     Shed,
-    /// The process ends.
+    /// The process must end.
     End,
 }
 
-/// Whether the loop has stalled.
 #[derive(Debug, Default)]
 struct Stall {
     noticed: bool,
@@ -181,30 +177,30 @@ impl Stall {
     }
 }
 
-/// Time until the next look at a loop that last ran `idle` ago: when it would have stalled, if it does not run before.
+/// Returns the time until the next look at a loop that last ran `idle` ago: when it would count as stalled.
 fn next_look(idle: Duration) -> Duration {
     STALL_MIN.saturating_sub(idle).max(LOOK_EVERY)
 }
 
-/// Writes a line to stderr without the locks that the log and the standard library hold.
+/// Writes a line to stderr without the locks of the log and the standard library.
 fn say(line: &str) {
     // SAFETY: the text is valid for reads of its length, and `write` keeps no reference to it.
     let _ = unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }
 
-/// The loop runs at least once a second. Noticed with [`LOOK_EVERY`] within 2 s, as lmkd has it.
+/// The loop runs at least once per second. With [`LOOK_EVERY`], a stall is detected within 2 s, as in lmkd.
 const STALL_MIN: Duration = Duration::from_millis(1750);
 
-/// Between two looks at a loop that has stalled.
+/// Polling interval of a stalled loop.
 const LOOK_EVERY: Duration = Duration::from_millis(125);
 
-/// A loop that has not run for this long counts as lost (our choice: well below systemd's own 10 s).
+/// Time without an iteration after which the loop counts as lost (our choice: well below systemd's 10 s).
 const END_AFTER: Duration = Duration::from_secs(5);
 
-/// Exit code of a daemon whose loop has stalled: `EX_SOFTWARE` of sysexits.h.
+/// Exit code after a stall: `EX_SOFTWARE` of sysexits.h.
 const EXIT_STALLED: libc::c_int = 70;
 
-/// It looks at the time and hands on one plan.
+/// Sufficient for reading the time and passing on one plan.
 const STACK: usize = 128 << 10;
 
 #[cfg(test)]
@@ -247,7 +243,7 @@ mod tests {
     #[test]
     fn a_stall_that_lasts_ends_the_process_after_it_has_shed() {
         let mut stall = Stall::default();
-        // The machine was suspended, or the detector itself had no processor: the engine still sheds first.
+        // The machine was suspended, or the detector itself got no processor: the engine still sheds first.
         assert_eq!(
             observed(&mut stall, &[60_000, 60_125]),
             [Reaction::Shed, Reaction::End]

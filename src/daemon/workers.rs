@@ -32,13 +32,12 @@ use cotenant_worker::{
     spec::{self, PressureKind, WorkerSpec},
 };
 
-/// Reports that may wait for the loop; a worker that finds it full waits.
+/// Bound of the queue of reports to the loop; a worker's task blocks if it is full.
 const REPORT_LIMIT: usize = 256;
 
-/// Starts and stops that may wait for one worker; more than a few only when it does not end.
+/// Bound of the queue of starts and stops of one worker; more than a few only if it does not end.
 const ORDERS_LIMIT: usize = 16;
 
-/// All workers, by name.
 pub(super) struct Workers {
     handles: BTreeMap<String, WorkerHandle>,
     orders: BTreeMap<String, mpsc::Sender<Order>>,
@@ -47,11 +46,11 @@ pub(super) struct Workers {
     place: String,
     groups: Groups,
     control: Arc<ControlHandle>,
-    /// For slow work: the loop has its own runtime.
+    /// Runtime for slow work; the loop has its own.
     runtime: Handle,
 }
 
-/// A speech worker, and the way to address it.
+/// Speech worker and its connection parameters.
 #[derive(Clone, Debug)]
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
@@ -59,29 +58,27 @@ pub(super) struct Speaker {
     pub(super) hangs: HangDetector,
 }
 
-/// The way to address a worker.
+/// Connection parameters of a worker.
 #[derive(Clone, Debug)]
 pub(super) struct Way {
     pub(super) protocol: WorkerProtocol,
-    /// The model name sent to it.
     pub(super) model: String,
-    /// How long a request waits for it.
+    /// Time for which a request waits for it to start.
     pub(super) wake_timeout: Duration,
-    /// How long it may keep a request waiting.
+    /// Time for which a request waits for its answer.
     pub(super) answer_timeout: Duration,
 }
 
-/// Work that is performed in order.
 enum Order {
     Start { variant: Option<String> },
     Stop { reason: String },
 }
 
-/// How each worker ended last, in one word out of few.
+/// Last end of each worker, as one of a few words.
 type Ends = Arc<Mutex<BTreeMap<String, &'static str>>>;
 
 impl Workers {
-    /// Makes the workers of `config`; none is started.
+    /// Creates the workers of `config`, without starting any.
     pub(super) fn new(config: &Config, control: &Arc<ControlHandle>, parts: &Parts) -> Self {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
@@ -133,12 +130,10 @@ impl Workers {
         workers
     }
 
-    /// All of them.
     pub(super) fn handles(&self) -> BTreeMap<String, WorkerHandle> {
         self.handles.clone()
     }
 
-    /// Specifications of all workers.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
         self.handles
             .values()
@@ -146,17 +141,16 @@ impl Workers {
             .collect()
     }
 
-    /// The place that identifies their supervisors.
+    /// Returns the place that identifies their supervisors.
     pub(super) fn place(&self) -> &str {
         &self.place
     }
 
-    /// Their control groups.
     pub(super) const fn groups(&self) -> &Groups {
         &self.groups
     }
 
-    /// Takes over those that the run before has left alive; returns those that could be.
+    /// Takes over workers left alive by the previous run; returns those that succeeded.
     pub(super) async fn adopt(&self, survivors: Vec<Survivor>) -> Vec<AdoptedWorker> {
         let mut adopted = Vec::new();
         for survivor in survivors {
@@ -183,13 +177,13 @@ impl Workers {
         adopted
     }
 
-    /// How a worker ended last: `exited`, `killed`, `not_ready`, `not_started`, `unknown`.
+    /// Returns the last end of a worker: `exited`, `killed`, `not_ready`, `not_started`, `unknown`.
     pub(super) fn last_end(&self, worker: &str) -> Option<&'static str> {
         let ends = locked(&self.ends);
         ends.get(worker).copied()
     }
 
-    /// The first worker of a role, by name.
+    /// Returns the first worker of a role, by name.
     pub(super) fn of_role(&self, role: WorkerRole) -> Option<Speaker> {
         let (name, (_, way)) = self.roles.iter().find(|(_, (found, _))| *found == role)?;
         let handle = self.handles.get(name).cloned()?;
@@ -200,7 +194,6 @@ impl Workers {
         })
     }
 
-    /// Tells a worker that memory is short.
     pub(super) fn tell_memory_is_short(&self, name: &str) {
         if let Some(handle) = self.handles.get(name) {
             let notified = handle.tell_memory_is_short();
@@ -212,24 +205,23 @@ impl Workers {
         }
     }
 
-    /// Tells all of them.
     pub(super) fn tell_all_memory_is_short(&self) {
         for name in self.handles.keys() {
             self.tell_memory_is_short(name);
         }
     }
 
-    /// Starts a worker; the outcome comes as an event.
+    /// Starts a worker; the outcome is sent as an event.
     pub(super) fn start(&self, name: &str, variant: Option<String>) {
         self.order(name, Order::Start { variant });
     }
 
-    /// Stops a worker; its end comes as an event.
+    /// Stops a worker; its end is sent as an event.
     pub(super) fn stop(&self, name: &str, reason: String) {
         self.order(name, Order::Stop { reason });
     }
 
-    /// Ends a worker that does not respond; its end comes as an event.
+    /// Ends an unresponsive worker; its end is sent as an event.
     pub(super) fn abort(&self, name: &str, evidence: String) {
         let Some(worker) = self.handles.get(name).cloned() else {
             tracing::error!(worker = name, "there is no worker of this name");
@@ -249,7 +241,7 @@ impl Workers {
         }
     }
 
-    /// Lets a worker change its variant; the outcome comes as an event.
+    /// Switches the variant of a worker; the outcome is sent as an event.
     pub(super) fn resize(&self, name: String, variant: String) {
         let Some(worker) = self.handles.get(&name).cloned() else {
             tracing::error!(worker = name, "there is no worker of this name");
@@ -287,7 +279,7 @@ impl Workers {
     }
 }
 
-/// The specification of a worker that may outlive this supervisor.
+/// Returns the specification of a worker that may outlive this supervisor.
 pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
     WorkerSpec {
         successor: Some(successor_of(config)),
@@ -295,8 +287,8 @@ pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
     }
 }
 
-/// Turns changes in the requests in flight at each worker into events. One task does so: sent from where requests begin
-/// and end, two events could overtake each other.
+/// Converts changes of the requests in flight at each worker to events, in a single task: sent from several places, two
+/// events could overtake each other.
 pub(super) async fn report_activity(control: Arc<ControlHandle>) {
     let mut work = control.work();
     let mut reported = BTreeMap::new();
@@ -314,10 +306,10 @@ pub(super) async fn report_activity(control: Arc<ControlHandle>) {
     }
 }
 
-/// Carries out starts and stops of one worker in the order in which they were given. Overtaking each other they would
-/// leave a process that is not in the ledger.
+/// Performs starts and stops of one worker in the order given. Reordered, they would leave a process that is not in the
+/// ledger.
 ///
-/// Each start is followed by exactly one end, which the worker's own task reports.
+/// Each start is followed by exactly one end, reported by the worker's own task.
 async fn obey(
     mut orders: mpsc::Receiver<Order>,
     worker: WorkerHandle,
@@ -337,7 +329,7 @@ async fn obey(
                 let lines = worker.measures().iter().map(ToString::to_string).collect();
                 control.note_confinement(worker.name(), lines);
             }
-            // These have been reported by the worker's own task.
+            // The worker's own task has reported these.
             Err(
                 error @ (StartError::Launch { .. }
                 | StartError::Confine { .. }
@@ -345,7 +337,7 @@ async fn obey(
             ) => {
                 tracing::warn!("{}", in_one_line(&error));
             }
-            // It is on the book, and runs already; its next end is the end of this start.
+            // It is in the ledger and already running; its next end is the end of this start.
             Err(error @ StartError::Running { .. }) => tracing::error!("{}", in_one_line(&error)),
             Err(error) => {
                 control
@@ -360,7 +352,7 @@ async fn obey(
     }
 }
 
-/// Turns reports of workers into events of the arbiter.
+/// Converts reports of workers to events of the arbiter.
 async fn forward(
     mut reports: mpsc::Receiver<WorkerEvent>,
     control: Arc<ControlHandle>,
@@ -416,14 +408,14 @@ async fn forward(
                     cause,
                 }
             }
-            // Reported by the caller of the measurement, with its time.
+            // The caller of the measurement reports it, with its time.
             WorkerEventKind::Measured(_) => continue,
         };
         control.tell(event).await;
     }
 }
 
-/// How a worker ended, in one word.
+/// Returns the kind of a worker's end in one word.
 fn end_of(exit: &ExitReport) -> &'static str {
     match (exit.intended_by_us, exit.status) {
         (Some(Intent::NotReady), _) => "not_ready",
@@ -434,7 +426,6 @@ fn end_of(exit: &ExitReport) -> &'static str {
     }
 }
 
-/// The lease of a worker at its death.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
     let lease = state
         .leases
@@ -463,7 +454,7 @@ fn tell_death(certificate: &DeathCertificate) {
     }
 }
 
-/// Pressure file of a worker, beside its socket.
+/// Returns the pressure file of a worker, beside its socket.
 fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::PressureWatch> {
     let kind = match worker.pressure.watch {
         PressureWatch::Fifo => PressureKind::Fifo,
@@ -475,7 +466,7 @@ fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::Pressu
     Some(spec::PressureWatch { path, kind, owner })
 }
 
-/// Specification for the worker module, from the configuration.
+/// Converts a configured worker to a specification.
 pub fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
     WorkerSpec {
         class: worker.class.to_string(),

@@ -1,4 +1,4 @@
-//! Refusals that tests of several protocols render.
+//! Refusals rendered by tests of several protocols.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use cotenant_conversation::refusal::Refusal;
 use cotenant_policy::pressure_level::PressureLevel;
 use cotenant_units::{Bytes, Tokens};
 
-/// One of each situation; what renders them is tested with all of them.
+/// Returns one refusal of each kind, so that every renderer is tested with all of them.
 #[must_use]
 pub fn refusals() -> Vec<Refusal> {
     let act = || "start a chat completion".to_owned();

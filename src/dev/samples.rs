@@ -1,4 +1,4 @@
-//! Values that tests of several crates begin with.
+//! Initial values for tests of several crates.
 
 use cotenant_policy::{
     pressure::{MemoryReading, Sample},
@@ -6,7 +6,7 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
-/// Of a machine of 8 GiB with room, on which what shares the budget uses `used`.
+/// Returns a sample of an 8 GiB machine with ample memory, of which processes that share the budget use `used`.
 #[must_use]
 pub fn sample_with(used: Bytes, taken_at: Timestamp) -> Sample {
     let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
@@ -24,7 +24,8 @@ pub fn sample_with(used: Bytes, taken_at: Timestamp) -> Sample {
     }
 }
 
-/// A model with equal attention layers, 8 KiB of KV for each token and nothing else; tests change what they are about.
+/// Returns a model of equal attention layers with 8 KiB of KV per token and nothing else; tests change the relevant
+/// fields.
 #[must_use]
 pub fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
     let layer = LayerShape {
@@ -54,8 +55,8 @@ pub fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
     }
 }
 
-/// 8 layers of 10 MiB, 8 KiB of KV for each token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20 MiB of the rest,
-/// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
+/// Returns a model of 8 layers of 10 MiB with 8 KiB of KV per token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20
+/// MiB of other memory, 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
 #[must_use]
 pub fn small_model() -> ModelShape {
     ModelShape {

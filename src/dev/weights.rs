@@ -1,7 +1,7 @@
 //! Random weights of synthetic models, for tests and benchmarks.
 //!
-//! Quantised weights are drawn as blocks, not quantised from floats: a block of random quants with a fitting scale is
-//! an equally good random weight, and a gigabyte takes seconds instead of minutes. The same seed gives the same file.
+//! Quantised weights are drawn as blocks instead of being quantised from floats: random quants with a suitable scale
+//! serve equally well, and a gigabyte takes seconds instead of minutes. The same seed gives the same file.
 
 use std::{
     fs::File,
@@ -17,13 +17,14 @@ use cotenant_engine::{
 
 /// Models with weights.
 pub trait Weights: Sized {
-    /// A model of `architecture` that a test computes in milliseconds: rows of 256 elements, which suit every type.
+    /// Returns a model of `architecture` that a test computes in milliseconds, with rows of 256 elements, a multiple of
+    /// every type's block.
     fn tiny(architecture: Architecture, types: TypeMix, seed: u64) -> Self;
 
     /// Writes the model to `path`.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// If the file cannot be written.
     fn write(&self, path: &Path) -> io::Result<()>;
 }
 
@@ -119,7 +120,7 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 let value = half::bf16::from_f32(random.spread() * size * SQRT_3);
                 out.extend_from_slice(&value.to_bits().to_le_bytes());
             }
-            // Below: a scale such that the spread of the whole block is `size`, then random quants.
+            // In all arms below: a scale for which the spread of the whole block is `size`, then random quants.
             GgmlDType::Q8_0 => {
                 put_half(out, size / 73.9);
                 random.fill(out, 32);
@@ -142,7 +143,7 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 random.fill(out, bytes);
             }
             GgmlDType::Q2K => {
-                // Equal scales and minimums of four bits each, so that quants are around 1.5.
+                // Equal 4-bit scales and minimums, so that quants are around 1.5.
                 for _ in 0..16 {
                     let scale = random.between(8, 16);
                     out.push(scale | (scale << 4));
@@ -156,7 +157,7 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 put_half(out, size / (2.3 * 18.6));
             }
             GgmlDType::Q4K | GgmlDType::Q5K => {
-                // value = d·s·q − dmin·m with m = s and dmin such that quants are around zero.
+                // value = d·s·q − dmin·m with m = s, and dmin chosen so that values are around zero.
                 let five = tensor.dtype == GgmlDType::Q5K;
                 let (spread, middle) = if five { (9.2, 15.5) } else { (4.6, 7.5) };
                 let scale = size / (spread * 48.0);
@@ -170,12 +171,12 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 random.fill(out, 16);
             }
             GgmlDType::IQ4XS => {
-                // Scales of six bits, less 32.
+                // 6-bit scales, stored with an offset of 32.
                 put_half(out, size / (67.4 * 18.5));
                 random.fill(out, 6 + 128);
             }
             GgmlDType::MXFP4 => {
-                // The nearest power of two: the spread of its doubled values is 5.9.
+                // Nearest power of two: the spread of the doubled values is 5.9.
                 let exponent = 128.0 + (size / 5.9).log2().round();
                 #[expect(
                     clippy::cast_possible_truncation,
@@ -200,7 +201,7 @@ fn put_half(out: &mut Vec<u8>, value: f32) {
     out.extend_from_slice(&half::f16::from_f32(value).to_bits().to_le_bytes());
 }
 
-/// SplitMix64: small, fast, and identical on all platforms.
+/// SplitMix64 generator: small, fast, and identical on all platforms.
 pub struct Random(pub u64);
 
 impl Random {
@@ -212,7 +213,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Between -1 and 1.
+    /// Returns a value between -1 and 1.
     #[expect(clippy::cast_precision_loss, reason = "24 bits fit")]
     fn spread(&mut self) -> f32 {
         (self.next() >> 40) as f32 / 8_388_608.0 - 1.0
@@ -235,7 +236,7 @@ impl Random {
         }
     }
 
-    /// Eight 6-bit scales from 32 to 63, with equal minimums, packed as in K-quants.
+    /// Returns eight 6-bit scales from 32 to 63, with equal minimums, packed as in K-quants.
     fn packed_scales(&mut self) -> [u8; 12] {
         let scales: [u8; 8] = std::array::from_fn(|_| self.between(32, 64));
         let mut packed = [0u8; 12];

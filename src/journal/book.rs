@@ -1,9 +1,9 @@
 //! Leases and sequence numbers on disk for the next run.
 //!
-//! They are written before a client learns of them, and so cannot wait for a thread as the journal does. Two slots in
-//! one file are written in turn, each with its length and a checksum: a write that a kill cuts short leaves the
-//! previous one intact. Data accepted by the kernel survives the process; if the machine goes down, workers and tenants
-//! end with it, so nothing is forced to disk.
+//! They are written before the client is notified, so unlike the journal they cannot be queued for a thread. Two slots
+//! in one file are written alternately, each with its length and a checksum: a write interrupted by a kill leaves the
+//! previous slot intact. Data accepted by the kernel survives the process; if the machine goes down, workers and
+//! tenants end as well, so nothing is synced to disk.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,29 +17,29 @@ use serde::{Deserialize, Serialize};
 use super::own::open_own;
 use cotenant_policy::book::Book;
 
-/// The contents of the file.
+/// Contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedBook {
-    /// Runs of the supervisor whose leases continue here: the writing one, then those before it.
+    /// Boot ids of the runs whose leases continue here: the writing run first, then earlier ones.
     pub boot_ids: Vec<String>,
-    /// The kernel's own name for the time since it booted.
+    /// The kernel's boot id.
     pub kernel_boot_id: String,
-    /// Time since the kernel booted when it was written, in clock ticks of `/proc/PID/stat`.
+    /// Time of writing since the kernel booted, in clock ticks of `/proc/PID/stat`.
     pub written_at_ticks: u64,
-    /// Whether the run ended in order, together with its workers.
+    /// Whether the run ended cleanly, together with its workers.
     pub closed: bool,
-    /// The book.
+    /// The leases and numbers.
     pub book: Book,
 }
 
-/// State found of the previous run.
+/// State left by the previous run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundBook {
-    /// There was no run before it.
+    /// There was no previous run.
     Nothing,
-    /// The last book that was written whole.
+    /// The last book that was written completely.
     Whole(SavedBook),
-    /// Books were written, and none can be read: leases of the run before are lost. The file is kept under this path.
+    /// No book in the file can be read: leases of the previous run are lost. The file is kept under this path.
     Damaged(PathBuf),
 }
 
@@ -48,12 +48,12 @@ pub enum FoundBook {
 pub struct BookFile {
     path: PathBuf,
     file: File,
-    /// Of the last writing; the place alternates with it.
+    /// Sequence number of the last write; its parity selects the slot.
     sequence: u64,
     buffer: Vec<u8>,
 }
 
-/// The book cannot be kept.
+/// A book cannot be opened or written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {act} the book `{path}`")]
 pub struct BookError {
@@ -64,11 +64,11 @@ pub struct BookError {
 }
 
 impl BookFile {
-    /// Opens the file, and reads the state of an earlier run. A file without a complete record is set aside for a new
-    /// one.
+    /// Opens the file and reads the state of the previous run. A file without a complete record is renamed, and a new
+    /// one is created.
     ///
     /// # Errors
-    /// When the file cannot be opened, read or renamed.
+    /// If the file cannot be opened, read or renamed.
     pub fn open(path: &Path) -> Result<(Self, FoundBook), BookError> {
         let failed = |act, source| BookError {
             act,
@@ -119,10 +119,10 @@ impl BookFile {
         Ok((book, FoundBook::Damaged(kept)))
     }
 
-    /// Writes a book in place of the one before the last. When it returns, the book outlives this process.
+    /// Writes a book over the older slot. Once this returns, the book survives the process.
     ///
     /// # Errors
-    /// When it is too long, or the system does not take it; the last one is still there.
+    /// If it is too long, or the write fails; the previous book remains intact.
     pub fn write(&mut self, saved: &SavedBook) -> Result<(), BookError> {
         let result = self.try_write(saved);
         result.map_err(|source| BookError {
@@ -180,7 +180,7 @@ impl BookFile {
         if checksum(sequence, &body) != sum {
             return Ok(None);
         }
-        // One that another version has written in another form is as good as none.
+        // A book in another version's form counts as unreadable.
         Ok(serde_json::from_slice(&body)
             .ok()
             .map(|saved| (sequence, saved)))
@@ -191,8 +191,8 @@ const fn place_of(sequence: u64) -> u64 {
     sequence % PLACES
 }
 
-/// FNV-1a over the sequence and the text: finds a write that was cut short; a process that could forge the file could
-/// also write a whole one.
+/// Returns the FNV-1a hash of the sequence and the text. It detects an interrupted write; it does not protect against
+/// forgery, since a process that can write the file can also write a valid one.
 fn checksum(sequence: u64, body: &[u8]) -> u64 {
     let bytes = sequence
         .to_le_bytes()
@@ -206,13 +206,13 @@ fn checksum(sequence: u64, body: &[u8]) -> u64 {
 /// `cotbook1` as bytes.
 const MAGIC: u64 = u64::from_le_bytes(*b"cotbook1");
 
-/// Magic, sequence, length, checksum.
+/// Length of the header: magic, sequence, length, checksum.
 const HEADER: usize = 32;
 
 const PLACES: u64 = 2;
 
-/// Room for one book: 64 leases of each of 64 users are below 3 MiB. The file is sparse, so that unused room costs
-/// nothing.
+/// Size of one slot: 64 leases of each of 64 users take less than 3 MiB. The file is sparse, so unused space takes no
+/// blocks.
 const PLACE_BYTES: u64 = 4 << 20;
 
 /// Names of tenants and their users are private.
@@ -250,7 +250,7 @@ mod tests {
         let path = folder.path().join("book");
         let (mut file, nothing) = BookFile::open(&path).unwrap();
         assert_eq!(nothing, FoundBook::Nothing);
-        // Longer and shorter ones in turn.
+        // Alternately longer and shorter books.
         for lease in [1, 9, 2, 8, 3] {
             file.write(&saved(lease)).unwrap();
             let (again, found) = BookFile::open(&path).unwrap();
@@ -276,7 +276,7 @@ mod tests {
             let mut torn = before.clone();
             torn[place..cut].copy_from_slice(&after[place..cut]);
             let torn_path = folder.path().join("torn");
-            // Only the part that was changed is written again: the file is long.
+            // Rewrite only the changed part: the file is long.
             if cut == place {
                 std::fs::write(&torn_path, &torn).unwrap();
             } else {

@@ -1,8 +1,7 @@
 //! Parser of a journal line.
 //!
-//! The kind of a line precedes its body, as it is always written, so the body is parsed directly as that kind. Serde's
-//! derive for a flattened, tagged value would first buffer it as a value of any form, for each of the half a million
-//! lines of a day.
+//! The kind of a line always precedes its body, so the body is parsed directly as that kind. Serde's derive for a
+//! flattened, tagged value would first buffer a generic value, for each of half a million lines a day.
 
 use std::fmt;
 
@@ -23,11 +22,11 @@ use cotenant_units::Timestamp;
 pub struct JournalEntry {
     /// Its number in this run, from 1, without gaps unless lines were dropped.
     pub sequence: u64,
-    /// Names the run of the supervisor.
+    /// Id of the run.
     pub boot_id: String,
     /// Time since the start of the run, µs.
     pub at: Timestamp,
-    /// The same by the wall clock, µs since 1970.
+    /// Wall-clock time, µs since 1970.
     pub unix_us: u64,
     /// Content of the line.
     #[serde(flatten)]
@@ -44,11 +43,11 @@ pub enum Content {
     Event(Event),
     /// An action of the arbiter.
     Action(Action),
-    /// The whole state of the arbiter here.
+    /// The complete state of the arbiter at this point.
     Checkpoint(Box<Checkpoint>),
-    /// Lines are missing here, since the journal could not keep up.
+    /// Lines are missing here, because the writer could not keep up.
     Dropped {
-        /// How many.
+        /// Number of missing lines.
         lines: u64,
     },
 }
@@ -63,7 +62,7 @@ pub struct Start {
 }
 
 impl Content {
-    /// The start of a run of this version.
+    /// Returns the start of a run of this version.
     #[must_use]
     pub fn start(params: Params) -> Self {
         Self::Start(Box::new(Start {

@@ -7,13 +7,13 @@ use std::{
     path::Path,
 };
 
-/// Opens a plain file of this user or root. A symbolic link is refused: in a folder that others may write to, it would
-/// redirect our writes into another file.
+/// Opens a regular file owned by this user or root. Symbolic links are refused: in a folder writable by others, one
+/// would redirect our writes.
 ///
 /// # Errors
-/// When it is another kind of file, belongs to another user, or cannot be opened.
+/// If it is another kind of file, belongs to another user, or cannot be opened.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    // Without waiting for the other end of a FIFO.
+    // Do not block on the other end of a FIFO.
     let file = options
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);

@@ -12,9 +12,9 @@ use super::JournalEntry;
 /// Contents of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// The lines that could be read, in order.
+    /// Readable lines, in order.
     pub entries: Vec<JournalEntry>,
-    /// Numbers of the lines that could not be read, from 1.
+    /// Numbers of unreadable lines, from 1.
     pub damaged: Vec<u64>,
     /// Whether the last line is incomplete, as after a crash; it does not count as damaged.
     pub torn: bool,
@@ -26,30 +26,30 @@ pub enum ReadError {
     /// The file cannot be read.
     #[error("cannot read journal `{path}`")]
     System {
-        /// Which.
+        /// Its path.
         path: PathBuf,
         /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It is something else.
+    /// The file is not a journal.
     #[error("cannot read journal `{path}`: none of its {lines} lines is one of a journal")]
     NotAJournal {
-        /// Which.
+        /// Its path.
         path: PathBuf,
         /// Lines in the file.
         lines: u64,
-        /// Fault of the first damaged line.
+        /// Error of the first damaged line.
         #[source]
         source: serde_json::Error,
     },
 }
 
-/// Reads a journal. A line that was torn by a crash is left out, wherever it stands.
+/// Reads a journal. Lines torn by a crash are skipped, wherever they are.
 ///
 /// # Errors
 ///
-/// When the file cannot be read, or no line of it belongs to a journal.
+/// If the file cannot be read, or none of its lines is a journal line.
 pub fn read(path: &Path) -> Result<Contents, ReadError> {
     let fails = |source| ReadError::System {
         path: path.to_owned(),
@@ -59,7 +59,7 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
     File::open(path)
         .and_then(|mut file| file.read_to_end(&mut text))
         .map_err(fails)?;
-    // Each line stands alone, and reading them is most of the work.
+    // Lines are independent, and parsing them takes most of the time.
     let threads = thread::available_parallelism()
         .map_or(1, usize::from)
         .min(THREADS_MAX);
@@ -72,7 +72,7 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
             .collect();
         let first = parts.first().map(|part| parse(part));
         let rest = rest.into_iter().zip(parts.iter().skip(1));
-        // A thread that was not given, or ended without its lines, has read none of them.
+        // A part whose thread could not be started, or panicked, is parsed here.
         let rest = rest.map(|(thread, part)| {
             let read = thread.ok().and_then(|thread| thread.join().ok());
             read.unwrap_or_else(|| parse(part))
@@ -101,7 +101,7 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
     }
 }
 
-/// Parsed lines, with the damaged ones counted.
+/// Parsed lines, and the numbers of damaged ones.
 #[derive(Default)]
 struct Lines {
     lines: u64,
@@ -133,7 +133,7 @@ fn parse(text: &[u8]) -> Lines {
     read
 }
 
-/// A text in so many parts of whole lines, or fewer.
+/// Splits a text into at most this many parts of whole lines.
 fn cut(text: &[u8], parts: usize) -> Vec<&[u8]> {
     let size = text.len().div_ceil(parts.max(1)).max(PART_MIN);
     let (mut cut, mut rest) = (Vec::with_capacity(parts), text);
@@ -151,9 +151,9 @@ fn cut(text: &[u8], parts: usize) -> Vec<&[u8]> {
     cut
 }
 
-/// More threads than a board of this kind has cores bring nothing. Our choice.
+/// Our choice: the cores of typical boards.
 const THREADS_MAX: usize = 8;
-/// A smaller part is not worth a thread. Our choice.
+/// Our choice: a smaller part is not worth a thread.
 const PART_MIN: usize = 64 * 1024;
 
 #[cfg(test)]

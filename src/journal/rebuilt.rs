@@ -1,9 +1,9 @@
-//! The arbiter, rebuilt from the lines of a journal.
+//! Arbiter rebuilt from the lines of a journal.
 
 use super::{Content, JournalEntry};
 use cotenant_policy::{arbiter::Arbiter, event::Event};
 
-/// The arbiter as the lines so far have left it. Behind a gap there is none until the next checkpoint.
+/// State of the arbiter after the lines so far; none between a gap and the next checkpoint.
 #[derive(Debug, Default)]
 pub struct Rebuilt {
     pub(super) arbiter: Option<Arbiter>,
@@ -12,7 +12,7 @@ pub struct Rebuilt {
 }
 
 impl Rebuilt {
-    /// Takes the next line. For an event with an arbiter to handle it, returns both; the caller handles the event.
+    /// Takes the next line. For an event, returns it with the arbiter, if there is one; the caller handles the event.
     pub fn at<'a>(&mut self, entry: &'a JournalEntry) -> Option<(&mut Arbiter, &'a Event)> {
         if entry.sequence != self.last + 1 || entry.boot_id != self.boot_id {
             self.arbiter = None;
@@ -31,7 +31,7 @@ impl Rebuilt {
     }
 }
 
-/// The arbiter of a line that has a whole state, or why there is none; `None` for every other line.
+/// Returns the arbiter of a line with a complete state, or the reason why it is unusable; `None` for other lines.
 pub(super) fn begun(content: &Content) -> Option<Result<Arbiter, String>> {
     match content {
         Content::Start(start) => {

@@ -1,4 +1,4 @@
-//! Rendering of journal lines for people.
+//! Rendering of journal lines as English.
 
 use std::fmt::{Display, Write};
 
@@ -16,7 +16,7 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, TimeSpan};
 
-/// The line in words, without its number and time.
+/// Renders a line without its number and time.
 #[must_use]
 pub fn render(entry: &JournalEntry) -> String {
     match &entry.content {
@@ -43,7 +43,7 @@ pub fn render(entry: &JournalEntry) -> String {
     }
 }
 
-/// ` of client `kitchen``, where it is known.
+/// Renders ` of client `kitchen``, if known.
 fn of_client(client: Option<&str>) -> String {
     client.map_or_else(String::new, |client| format!(" of client `{client}`"))
 }
@@ -287,7 +287,7 @@ fn render_event(event: &Event) -> String {
     }
 }
 
-/// An action in words.
+/// Renders an action.
 #[must_use]
 pub fn render_action(action: &Action) -> String {
     match action {
@@ -350,7 +350,7 @@ pub fn render_action(action: &Action) -> String {
     }
 }
 
-/// Who gives, who would have been dearer, who was spared.
+/// Renders the chosen givers, the more expensive ones, and those spared.
 fn weighed(weighing: &Weighing) -> String {
     let (need, reclaimable) = (weighing.need, weighing.reclaimable);
     let mut text = format!("weighed {need} of {reclaimable} that could come back");
@@ -412,13 +412,13 @@ fn lease_words(lease: &LeaseView) -> String {
     words
 }
 
-/// So many of something: `1 part`, `2 parts`.
+/// Renders a count with its noun: `1 part`, `2 parts`.
 fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
     let end = if count == N::from(1) { "" } else { "s" };
     format!("{count} {noun}{end}")
 }
 
-/// The memory that the kernel has back, and the part that was only reserved and had never been touched.
+/// Renders the memory returned to the kernel, and the part that was reserved but never touched.
 fn given_back(freed: Bytes, reserved: Bytes) -> String {
     match (freed, reserved) {
         (Bytes::ZERO, Bytes::ZERO) => String::new(),

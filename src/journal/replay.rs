@@ -8,77 +8,77 @@ use cotenant_policy::{
     event::{Action, Event},
 };
 
-/// The result of one run of the supervisor.
+/// Result of replaying one run of the supervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Names the run.
+    /// Id of the run.
     pub boot_id: String,
-    /// Events that were fed in.
+    /// Number of replayed events.
     pub events: u64,
-    /// Actions that were the same.
+    /// Number of matching actions.
     pub actions: u64,
-    /// Checkpoints on the way whose state was the same.
+    /// Number of intermediate checkpoints with a matching state.
     pub checkpoints: u64,
-    /// Gaps behind which the replay went on from a checkpoint.
+    /// Number of gaps after which the replay resumed from a checkpoint.
     pub gaps: u64,
-    /// Lines before the first checkpoint, or between a gap and the next one, that could not be compared.
+    /// Number of lines before the first checkpoint, or between a gap and the next checkpoint, which could not be
+    /// compared.
     pub skipped: u64,
-    /// How it ended.
+    /// Result of the replay.
     pub outcome: Outcome,
 }
 
-/// How the replay of a run ended.
+/// Result of the replay of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Every decision was the same.
+    /// Every decision matched.
     Same,
-    /// A decision differs; the rest is not compared.
+    /// A decision differs; later ones were not compared.
     Differs(Box<Difference>),
-    /// Every decision was the same, and the state at a checkpoint is not.
+    /// Every decision matched, but the state at a checkpoint differs.
     StateDiffers {
         /// The line of the checkpoint.
         sequence: u64,
     },
-    /// Every decision up to here was the same; then the journal has a gap, and no checkpoint after it.
+    /// Every decision matched up to a gap in the journal that no checkpoint follows.
     Gap {
-        /// The line after the gap.
+        /// First line after the gap.
         sequence: u64,
     },
-    /// The journal has neither the beginning of the run nor a checkpoint, without which there is nothing to replay.
+    /// The journal has neither the beginning of the run nor a checkpoint, so replay is impossible.
     NoStart {
-        /// The first line there is.
+        /// First line in the journal.
         sequence: u64,
     },
     /// The settings or a checkpoint of the run are not valid in this version.
     NoArbiter {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The arbiter panicked: an invariant of the book was broken.
+    /// The arbiter panicked: an invariant of the ledger is violated.
     Panicked {
         /// The line of the event.
         sequence: u64,
-        /// Its words.
+        /// Its message.
         message: String,
     },
 }
 
-/// The first decision that was another one.
+/// First decision that differs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
     /// The line of the event.
     pub event: JournalEntry,
     /// The actions in the journal.
     pub recorded: Vec<Action>,
-    /// The actions now.
+    /// The actions of the replay.
     pub replayed: Vec<Action>,
 }
 
-/// Feeds the events of each run through an arbiter and compares its actions with those of the journal.
+/// Feeds the events of each run to an arbiter and compares its actions with those in the journal.
 ///
 /// A run begins with its start or, if that is missing, with its first checkpoint; after a gap it resumes at the next
-/// checkpoint. The last event's actions may be missing at its end, since a supervisor may die between writing two
-/// lines.
+/// checkpoint. The last event's actions may be incomplete, since a supervisor may die between writing two lines.
 #[must_use]
 pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
     entries
@@ -163,7 +163,7 @@ impl Run {
                     }
                     (rest, last, fresh) = (after, entry.sequence, false);
                 }
-                // An action without its event, a drop, or a second start: something is missing before it.
+                // An action without its event, a drop, or a second start: lines are missing before it.
                 Content::Action(_) | Content::Dropped { .. } | Content::Start(_) => {
                     last = u64::MAX - 1;
                 }
@@ -180,7 +180,7 @@ impl Run {
         event: &Event,
         after: &'a [JournalEntry],
     ) -> Result<(&'a [JournalEntry], u64), Outcome> {
-        // The event's actions, as far as they are there without a gap.
+        // The event's actions, up to the first gap.
         let mut expected = entry.sequence;
         let recorded: Vec<_> = after
             .iter()
@@ -220,7 +220,7 @@ impl Run {
     }
 }
 
-/// The arbiter to continue with, from a line with a whole state.
+/// Returns the arbiter of a line with a complete state.
 fn begin(entry: &JournalEntry) -> Result<Option<Arbiter>, Outcome> {
     begun(&entry.content)
         .transpose()
@@ -262,7 +262,7 @@ mod tests {
         }
     }
 
-    /// A run with these events, as an arbiter decides them.
+    /// Returns a run with these events and the arbiter's decisions on them.
     fn run_of(events: Vec<Event>) -> Vec<JournalEntry> {
         let mut arbiter = Arbiter::new(params()).unwrap();
         let mut lines = vec![line(1, Content::start(params()))];
@@ -281,7 +281,7 @@ mod tests {
         lines.last().unwrap().sequence + 1
     }
 
-    /// A run of one event with one action, and another event without.
+    /// Returns a run of one event with an action and one without.
     fn lines() -> Vec<JournalEntry> {
         let lines = run_of(vec![Event::DrainRequested, Event::DeadlineReached]);
         assert!(
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
-        // A book with the last number that there is, and a lease that needs one more.
+        // A book with the largest possible number, and a lease that needs one more.
         let book = Book {
             last: LastNumbers {
                 lease: u64::MAX,
@@ -426,7 +426,7 @@ mod tests {
         };
         let params = Params::for_budget(Bytes::from_gib(2), Bytes::from_mib(128), Scope::Machine);
         let start = || Content::start(params.clone());
-        // Restored: the state is another one than that of a fresh arbiter.
+        // After a restore, the state differs from that of a fresh arbiter.
         let restored = replay(&entries(vec![
             start(),
             checkpoint(),

@@ -11,18 +11,18 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The story of one decision.
+/// Explanation of one decision.
 #[derive(Clone, Debug)]
 pub struct Why {
     /// The requested line.
     pub asked: JournalEntry,
-    /// The event that led to it; the same line, if that is an event.
+    /// The event that led to it; the requested line itself, if it is an event.
     pub event: JournalEntry,
     /// State of the arbiter before it; `None` if the journal has no earlier state.
     pub before: Option<Box<Snapshot>>,
     /// State of the arbiter after it.
     pub after: Option<Box<Snapshot>>,
-    /// Everything that the event led to, in order.
+    /// All actions that the event led to, in order.
     pub actions: Vec<Chosen>,
 }
 
@@ -31,47 +31,47 @@ pub struct Why {
 pub struct Chosen {
     /// Its line.
     pub entry: JournalEntry,
-    /// Bytes that it should release, or take, if it is about bytes.
+    /// Bytes to release, or to take, if it concerns bytes.
     pub promised: Option<Bytes>,
-    /// By when.
+    /// Deadline of its outcome.
     pub deadline: Option<Timestamp>,
-    /// The line that answers it, if it has been answered.
+    /// The line with its outcome, if known.
     pub outcome: Option<JournalEntry>,
-    /// Bytes that the kernel showed to be back.
+    /// Bytes measured as returned.
     pub measured: Option<Bytes>,
 }
 
-/// There is nothing to explain.
+/// A line cannot be explained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WhyError {
     /// The line is not in the journal.
     #[error("line {sequence} is not there; there are {first} to {last} of the last run")]
     Unknown {
-        /// Which.
+        /// The requested line.
         sequence: u64,
-        /// The first of the last run.
+        /// First line of the last run.
         first: u64,
-        /// The last of it.
+        /// Last line of that run.
         last: u64,
     },
-    /// The line is not one of a decision.
+    /// The line does not belong to a decision.
     #[error("line {sequence} is no event and no action: there is nothing to explain")]
     NoDecision {
-        /// Which.
+        /// The requested line.
         sequence: u64,
     },
-    /// The event before it was dropped.
+    /// The event before it was dropped from the journal.
     #[error("the event that led to line {sequence} is missing from the journal")]
     NoEvent {
-        /// Which.
+        /// The requested line.
         sequence: u64,
     },
 }
 
-/// Explains line `sequence` of the last run that has it.
+/// Explains line `sequence` of the last run that contains it.
 ///
 /// # Errors
-/// If there is no such line, or nothing that led to it.
+/// If there is no such line, or no event led to it.
 pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     let runs: Vec<&[JournalEntry]> = entries
         .chunk_by(|one, next| one.boot_id == next.boot_id)
@@ -146,7 +146,7 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     })
 }
 
-/// The arbiter as it was after the last of these lines, from the last state that they have.
+/// Returns the arbiter after the last of these lines, rebuilt from the last complete state.
 fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
     let begin = past
         .iter()
@@ -246,7 +246,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
     chosen
 }
 
-/// The lease that was measured at its target, and the credited bytes.
+/// Returns the lease measured at its target, and the credited bytes.
 const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     match action {
         Action::Decided {
@@ -256,7 +256,7 @@ const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     }
 }
 
-/// Bytes that the engine releases, or takes, between its last requested plan and `plan`.
+/// Returns the bytes that the engine releases, or takes, between its last requested plan and `plan`.
 fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
     let shape = before.engine.shape.as_ref()?;
     let goal = before
@@ -269,7 +269,7 @@ fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
     Some(from.saturating_sub(to).max(to.saturating_sub(from)))
 }
 
-/// The answer to the caller of an event, which may come much later.
+/// Returns the answer to the caller of an event, which may come much later.
 #[must_use]
 pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<JournalEntry> {
     let Content::Event(happened) = &event.content else {
@@ -294,7 +294,7 @@ mod tests {
         pressure::{MemoryReading, Sample},
     };
 
-    /// A run in which a small request reclaims memory from a large holder, which answers.
+    /// Returns a run in which a small request reclaims memory from a large holder that complies.
     fn lines() -> Vec<JournalEntry> {
         let params = Params::for_budget(Bytes::from_mib(1000), Bytes::ZERO, Scope::Session);
         let mut arbiter = Arbiter::new(params.clone()).unwrap();

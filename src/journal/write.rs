@@ -19,16 +19,16 @@ use tracing::warn;
 use super::{Content, JournalEntry, own::open_own};
 use cotenant_units::{Bytes, Timestamp};
 
-/// How the journal is kept.
+/// Settings of the journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JournalSettings {
-    /// The file; `None` writes none, and only shows the lines to the observer.
+    /// Path of the file; with `None`, lines are only passed to the observer.
     pub path: Option<PathBuf>,
-    /// Size at which the file is put aside. Default 16 MiB.
+    /// Size at which the file is rotated. Default 16 MiB.
     pub file_max: Bytes,
-    /// Files put aside that are kept, as `journal.ndjson.1` and so on; the oldest goes. Default 4.
+    /// Rotated files to keep, as `journal.ndjson.1` and so on; the oldest is deleted. Default 4.
     pub files_kept: u32,
-    /// Lines that may wait to be written. Default 4096: some seconds of a busy supervisor.
+    /// Bound of the queue to the writer, in lines. Default 4096: some seconds of a busy supervisor.
     pub queue_max: usize,
 }
 
@@ -43,40 +43,40 @@ impl Default for JournalSettings {
     }
 }
 
-/// The journal cannot be kept.
+/// The journal cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     /// The file cannot be opened.
     #[error("cannot open journal `{path}`")]
     Open {
-        /// Which.
+        /// Its path.
         path: PathBuf,
         /// The cause.
         #[source]
         source: io::Error,
     },
-    /// There is no thread for it.
+    /// Its thread cannot be started.
     #[error("cannot start the thread that writes the journal")]
     Thread(#[source] io::Error),
 }
 
-/// The end of the journal at which lines go in. Belongs to the loop that talks to the arbiter.
+/// Producer side of the journal. Belongs to the loop that drives the arbiter.
 #[derive(Debug)]
 pub struct Journal {
-    /// Boxed: a queue has room for all of its entries from the start, and that is memory.
+    /// Boxed, because the queue allocates room for all its entries at the start.
     queue: Option<SyncSender<Box<JournalEntry>>>,
     writer: Option<JoinHandle<()>>,
     boot_id: String,
     /// Number of the last line, dropped ones included.
     sequence: u64,
-    /// Lines dropped since the last one that was taken.
+    /// Lines dropped since the last accepted one.
     missing: u64,
     lost: Arc<Lost>,
     /// Whether a checkpoint should precede the next event.
     wants_checkpoint: Arc<AtomicBool>,
 }
 
-/// Lines that did not get into the file.
+/// Counts of lines that were not written.
 #[derive(Debug, Default)]
 struct Lost {
     dropped: AtomicU64,
@@ -84,12 +84,12 @@ struct Lost {
 }
 
 impl Journal {
-    /// Opens the journal of run `boot_id`, appending to earlier runs. `observer` sees each line with its entry, on the
-    /// writer's thread, whether or not the disk accepts it.
+    /// Opens the journal of run `boot_id`, appending to earlier runs. The writer's thread calls `observer` with each
+    /// line and its entry, even if the write fails.
     ///
     /// # Errors
     ///
-    /// When the file cannot be opened.
+    /// If the file cannot be opened, or the thread cannot be started.
     pub fn open(
         settings: &JournalSettings,
         boot_id: &str,
@@ -133,15 +133,15 @@ impl Journal {
         })
     }
 
-    /// Whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are missing and
-    /// later ones could not be replayed. Recording one resets this.
+    /// Returns whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are
+    /// missing, after which later ones could not be replayed. Recording one resets this.
     #[must_use]
     pub fn wants_checkpoint(&self) -> bool {
         self.wants_checkpoint.load(Ordering::Relaxed)
     }
 
-    /// Adds a line. Never waits: when the writer cannot keep up the line is dropped, counted, and the gap is recorded
-    /// by the next line that is taken.
+    /// Adds a line without blocking. If the writer cannot keep up, the line is dropped and counted, and the next
+    /// accepted line records the gap.
     pub fn record(&mut self, at: Timestamp, time: SystemTime, content: Content) {
         let Some(queue) = &self.queue else { return };
         let unix_us = time
@@ -172,7 +172,7 @@ impl Journal {
         }
         self.sequence += 1;
         let is_checkpoint = matches!(content, Content::Checkpoint(_));
-        // A line is not taken while the gap before it has not been recorded.
+        // No line is accepted before the gap preceding it has been recorded.
         let taken = self.missing == 0
             && match queue.try_send(entry(self.sequence, content)) {
                 Ok(()) => true,
@@ -188,13 +188,13 @@ impl Journal {
         }
     }
 
-    /// Number of the last line.
+    /// Returns the number of the last line.
     #[must_use]
     pub const fn last_sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Lines dropped because the writer could not keep up, and lines that the disk did not take.
+    /// Returns the lines dropped because the writer could not keep up, and the lines whose write failed.
     #[must_use]
     pub fn lost(&self) -> (u64, u64) {
         (
@@ -205,7 +205,6 @@ impl Journal {
 }
 
 impl Drop for Journal {
-    /// Writes the queued lines.
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take()
@@ -216,7 +215,7 @@ impl Drop for Journal {
     }
 }
 
-/// Shortest time between two writes (our choice): the queue holds a hundred times the output of a loop that only writes.
+/// Shortest interval between two writes. Our choice: the queue holds a hundred times the output of a busy loop.
 const REST: Duration = Duration::from_millis(1);
 
 struct Writer<F> {
@@ -224,24 +223,24 @@ struct Writer<F> {
     file: Option<Rotating>,
     observer: F,
     lost: Arc<Lost>,
-    /// When it was logged last that lines were lost.
+    /// Time of the last log message about lost lines.
     loss_logged: Option<Instant>,
     wants_checkpoint: Arc<AtomicBool>,
 }
 
-/// How often it is logged that lines were lost, at most. Our choice.
+/// Shortest interval between log messages about lost lines. Our choice.
 const LOSS_LOGGED_EVERY: Duration = Duration::from_secs(60);
 
 impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     fn run(mut self) {
         let mut flushed_at: Option<Instant> = None;
         while let Ok(mut entry) = self.lines.recv() {
-            // Lines that arrive meanwhile are taken together: waking this thread for each line costs the loop more than
-            // the line.
+            // Lines that arrive meanwhile are written together: waking this thread for each line costs the loop more
+            // than the line itself.
             if flushed_at.is_some_and(|at| at.elapsed() < REST) {
                 std::thread::sleep(REST);
             }
-            // Flushed at a pause, so that a busy loop costs few system calls and a reader sees whole lines soon.
+            // Flushed at a pause, so that a busy loop needs few system calls and readers see complete lines soon.
             loop {
                 self.write(&entry);
                 match self.lines.try_recv() {
@@ -294,8 +293,8 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         }
     }
 
-    /// Whether a loss is logged in addition to being counted: a full disk accepts a short line now and then, and a full
-    /// log does not help.
+    /// Returns whether a loss is logged as well as counted, at most once per interval: a full disk accepts a short line
+    /// now and then, and a flood of messages does not help.
     fn is_to_be_logged(&mut self) -> bool {
         let is_due = self
             .loss_logged
@@ -307,16 +306,16 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     }
 }
 
-/// A file that is put aside when it is full.
+/// File that is rotated when full.
 struct Rotating {
     path: PathBuf,
     file: BufWriter<File>,
     length: u64,
     length_max: u64,
     kept: u32,
-    /// Length of the checkpoint at the head, if there is one.
+    /// Length of the checkpoint at its head, if any.
     head: u64,
-    /// Whether the last line may be incomplete.
+    /// Whether its last line may be incomplete.
     torn: bool,
 }
 
@@ -334,8 +333,8 @@ impl Rotating {
         })
     }
 
-    /// Whether a checkpoint is due, which begins the next file. Lines before it have an eighth of the file; if that is
-    /// not enough, the next file begins without one and gets it a little later.
+    /// Returns whether a checkpoint is due, which begins the next file. An eighth of the file is left for lines before
+    /// it; if that is too little, the next file begins without a checkpoint and receives it slightly later.
     const fn is_nearly_full(&self) -> bool {
         self.length > self.length_max / 8 * 7 && self.length > self.head.saturating_mul(2)
     }
@@ -360,7 +359,7 @@ impl Rotating {
         self.file.flush().inspect_err(|_| self.torn = true)
     }
 
-    /// `journal` becomes `journal.1`, `journal.1` becomes `journal.2`, and the last one goes.
+    /// Renames `journal` to `journal.1`, `journal.1` to `journal.2`, and deletes the last one.
     fn rotate(&mut self) -> io::Result<()> {
         self.file.flush()?;
         if self.kept == 0 {
@@ -387,14 +386,13 @@ impl Rotating {
     }
 }
 
-/// The name of a file put aside.
 fn aside(path: &Path, number: u32) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{number}"));
     PathBuf::from(name)
 }
 
-/// Opens for appending; also returns the length and whether the last line was torn when its writer died.
+/// Opens for appending; also returns the length, and whether the last line is torn.
 fn open(path: &Path) -> io::Result<(File, u64, bool)> {
     let mut options = OpenOptions::new();
     let mut file = open_own(
@@ -410,7 +408,7 @@ fn open(path: &Path) -> io::Result<(File, u64, bool)> {
     Ok((file, length, last != *b"\n"))
 }
 
-/// Names of tenants and their users are private.
+/// Not world-readable: names of tenants and their users are private.
 const FILE_MODE: u32 = 0o640;
 
 #[cfg(test)]
@@ -536,7 +534,7 @@ mod tests {
         let record =
             |journal: &mut Journal| journal.record(Timestamp::START, UNIX_EPOCH, drain_event());
         record(&mut journal);
-        // The writer has taken the first line and is held; two more fit, and two do not.
+        // The writer has taken the first line and is blocked; two more fit, and two do not.
         lines.recv().unwrap();
         for _ in 0..4 {
             record(&mut journal);

@@ -17,13 +17,14 @@ impl ArcStats {
         Self(Source::open_optional(root.proc("spl/kstat/zfs/arcstats")))
     }
 
-    /// Memory that ZFS can release now; `None` without ZFS.
+    /// Returns memory that ZFS can release now; `None` without ZFS.
     pub(super) fn read(&mut self) -> Option<Bytes> {
         reclaimable(self.0.as_mut()?.read().ok()?)
     }
 }
 
-/// The size of the cache beyond ZFS's minimum (`c_min`); lines are `name type value`. `None` if either is missing.
+/// Returns the size of the cache beyond ZFS's minimum (`c_min`); lines are `name type value`. `None` if either is
+/// missing.
 fn reclaimable(text: &[u8]) -> Option<Bytes> {
     let value = |wanted: &[u8]| {
         lines(text).find_map(|(_, line)| {

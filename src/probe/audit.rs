@@ -1,8 +1,8 @@
 //! Audit of a device: losses of memory or speed, each with its remedy.
 //!
 //! Every rule reads small files below a [`ProbeRoot`] and returns at most one finding. An unreadable file is no
-//! finding. Costs in bytes are measured here; costs in percent are of the tokens per second of an answer, which memory
-//! bandwidth bounds, or of streamed layers for findings about the disk.
+//! finding. Costs in bytes are measured on the device; costs in percent refer to the tokens per second of an answer,
+//! which is bound by memory bandwidth, or of streamed layers for findings about the disk.
 
 mod facts;
 mod hardware;
@@ -13,7 +13,7 @@ pub use self::facts::{Cost, Finding, Severity, Version};
 use self::facts::{Facts, Rule};
 use super::ProbeRoot;
 
-/// All rules, in the order in which they are shown.
+/// Returns all rules, in display order.
 fn rules() -> impl Iterator<Item = &'static Rule> {
     software::RULES
         .iter()
@@ -21,19 +21,19 @@ fn rules() -> impl Iterator<Item = &'static Rule> {
         .chain(hardware::RULES)
 }
 
-/// How many rules there are.
+/// Returns the number of rules.
 #[must_use]
 pub fn rule_count() -> usize {
     rules().count()
 }
 
-/// Versions of a Jetson's software, each with the one for its L4T; empty elsewhere.
+/// Returns the versions of a Jetson's software, each with the expected one for its L4T; empty elsewhere.
 #[must_use]
 pub fn versions(root: &ProbeRoot) -> Vec<Version> {
     software::versions(&Facts::read(root))
 }
 
-/// Applies all rules; the findings in their order, warnings and notes mixed.
+/// Applies all rules; returns the findings in order, warnings and notes mixed.
 #[must_use]
 pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
     let facts = Facts::read(root);
@@ -52,11 +52,11 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
         .collect()
 }
 
-/// Whether a rule that concludes from the absence of a file can be applied: in a partial copy of a machine, absence
-/// proves nothing.
+/// Returns whether a rule that infers from a missing file applies: in a partial copy of a machine, absence proves
+/// nothing.
 fn can_tell(rule: &str, root: &ProbeRoot) -> bool {
     match rule {
-        // Of the calling process, here and now.
+        // Rights of the calling process, on this machine.
         "rights" => root.is_live(),
         "psi" => root.proc("vmstat").exists(),
         "cgroup_memory" => root.sys("fs/cgroup").exists(),

@@ -7,7 +7,7 @@ use super::{
     source::{lines, number, read_optional},
 };
 
-/// A release of L4T, NVIDIA's Linux for Jetson.
+/// Release of L4T, NVIDIA's Linux for Jetson.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct L4tRelease {
     /// 36 for JetPack 6.
@@ -36,7 +36,7 @@ impl L4tRelease {
         })
     }
 
-    /// Known fault of this release, with its remedy.
+    /// Returns a known fault of this release, with its remedy.
     #[must_use]
     pub fn warning(self) -> Option<&'static str> {
         (self == REFUSES_LARGE).then_some(
@@ -45,7 +45,7 @@ impl L4tRelease {
         )
     }
 
-    /// Whether CUDA memory is nvmap memory. Since R38 (Thor) it is not.
+    /// Returns whether CUDA memory is nvmap memory; not since R38 (Thor).
     #[must_use]
     pub fn uses_nvmap(self) -> bool {
         self.major < 38
@@ -58,19 +58,19 @@ impl fmt::Display for L4tRelease {
     }
 }
 
-/// Contents of the device tree and the release file.
+/// Contents of the device tree and of the release file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Board {
-    /// `NVIDIA Jetson Orin NX Engineering Reference Developer Kit`; none on machines without a device tree.
+    /// `NVIDIA Jetson Orin NX Engineering Reference Developer Kit`; `None` without a device tree.
     pub model: Option<String>,
-    /// `nvidia,p3768-0000+p3767-0000`, `nvidia,p3767-0000`, `nvidia,tegra234`: from the most to the least exact.
+    /// `nvidia,p3768-0000+p3767-0000`, `nvidia,p3767-0000`, `nvidia,tegra234`: from most to least specific.
     pub compatible: Vec<String>,
-    /// The release; none where this is not a Jetson.
+    /// The release; `None` except on a Jetson.
     pub l4t: Option<L4tRelease>,
 }
 
 impl Board {
-    /// Reads it.
+    /// Reads both.
     #[must_use]
     pub fn read(root: &ProbeRoot) -> Self {
         let strings = |name: &str| {
@@ -85,7 +85,7 @@ impl Board {
         }
     }
 
-    /// Whether this is a Jetson.
+    /// Returns whether this is a Jetson.
     #[must_use]
     pub fn is_jetson(&self) -> bool {
         self.l4t.is_some()
@@ -95,14 +95,14 @@ impl Board {
                 .any(|name| name.starts_with("nvidia,tegra"))
     }
 
-    /// Whether the device tree allows the higher clocks of "super" mode.
+    /// Returns whether the device tree permits the higher clocks of "super" mode.
     #[must_use]
     pub fn is_super(&self) -> bool {
         self.compatible.iter().any(|name| name.ends_with("-super"))
     }
 }
 
-/// Strings of a device tree property: each ends in NUL.
+/// Splits a device tree property into its NUL-terminated strings.
 fn strings(property: &[u8]) -> Vec<String> {
     property
         .split(|b| *b == 0)
@@ -111,7 +111,7 @@ fn strings(property: &[u8]) -> Vec<String> {
         .collect()
 }
 
-/// NVIDIA bug 5602402; 36.4.4 and 36.5.0 do not have it.
+/// Release with NVIDIA bug 5602402; 36.4.4 and 36.5.0 are free of it.
 const REFUSES_LARGE: L4tRelease = L4tRelease {
     major: 36,
     minor: 4,

@@ -1,6 +1,6 @@
 //! Largest free blocks of memory, from `/proc/buddyinfo`.
 //!
-//! tegrastats prints the same as `lfb 53x1MB`. It is a weak sign: the GPU's pages need not be contiguous, and only
+//! tegrastats prints them as `lfb 53x1MB`. They are a weak indicator: the GPU's pages need not be contiguous, and only
 //! blocks of 64 KiB save entries in its page tables.
 
 use super::{
@@ -9,24 +9,24 @@ use super::{
 };
 use cotenant_units::{Bytes, page};
 
-/// The largest free blocks, all zones together.
+/// Largest free blocks over all zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FreeBlocks {
-    /// How many there are.
+    /// Number of blocks.
     pub count: u64,
-    /// How large each is.
+    /// Size of each block.
     pub size: Bytes,
 }
 
 impl FreeBlocks {
-    /// Reads them now; `None` where there are none, or the kernel does not tell.
+    /// Reads them; `None` if there are none, or the file is missing.
     #[must_use]
     pub fn read(root: &ProbeRoot) -> Option<Self> {
         Self::parse(&read_optional(&root.proc("buddyinfo"))?)
     }
 
-    /// Parses the text of `/proc/buddyinfo`: `Node 0, zone Normal 12 7 …`, a count for each power of two pages. A count
-    /// that is no number is none.
+    /// Parses the text of `/proc/buddyinfo`: `Node 0, zone Normal 12 7 …`, a count for each power of two pages. A
+    /// malformed count is zero.
     #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         let mut by_order = [0u64; ORDERS];
@@ -42,7 +42,7 @@ impl FreeBlocks {
         Self::largest(&by_order, page())
     }
 
-    /// The largest of blocks that are counted for each power of two pages.
+    /// Returns the largest blocks, given a count for each power of two pages.
     fn largest(by_order: &[u64], page: Bytes) -> Option<Self> {
         let order = by_order.iter().rposition(|count| *count > 0)?;
         Some(Self {
@@ -52,7 +52,7 @@ impl FreeBlocks {
     }
 }
 
-/// More than any kernel has; those of JetPack have 11.
+/// More than any kernel's maximum order; JetPack has 11.
 const ORDERS: usize = 32;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Capabilities of this machine, and their consequences.
+//! Capabilities of this machine and their consequences.
 
 use std::fmt;
 
@@ -16,14 +16,14 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// How much of something there is.
+/// Degree to which a capability is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Presence {
-    /// Not here.
+    /// Not available.
     Absent,
-    /// In part.
+    /// Partly available.
     Limited,
-    /// Here.
+    /// Available.
     Present,
 }
 
@@ -37,14 +37,14 @@ impl fmt::Display for Presence {
     }
 }
 
-/// One thing that a machine may have.
+/// One possible capability of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
-    /// Its name, for people and for JSON: `psi`, `cma`.
+    /// Its name, also in JSON: `psi`, `cma`.
     pub name: &'static str,
-    /// How much of it there is.
+    /// Its availability.
     pub presence: Presence,
-    /// The finding, or the reason for its absence.
+    /// The finding, or the reason of its absence.
     pub detail: String,
     /// Consequence for the supervisor.
     pub consequence: String,
@@ -53,14 +53,14 @@ pub struct Capability {
 /// Capabilities of this machine, in a fixed order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    /// One entry each, present or not.
+    /// One entry per capability, including absent ones.
     pub items: Vec<Capability>,
-    /// Known causes of trouble here, each with its remedy.
+    /// Known problems, each with its remedy.
     pub warnings: Vec<String>,
 }
 
 impl Capabilities {
-    /// Looks at everything once. Arms a pressure trigger and lets it go again.
+    /// Probes everything once. Arms a pressure trigger temporarily.
     #[must_use]
     pub fn probe(root: &ProbeRoot) -> Self {
         let board = Board::read(root);
@@ -79,7 +79,7 @@ impl Capabilities {
         found
     }
 
-    /// The capabilities shown by copied files of another machine. Files that were not copied are not reported, nor are
+    /// Returns the capabilities shown by files copied from another machine. Missing files are not reported, nor are
     /// properties that only a process there could test: its rights, its control group, PSI triggers.
     #[must_use]
     pub fn of_copy(root: &ProbeRoot) -> Self {
@@ -137,7 +137,7 @@ impl Capabilities {
         found
     }
 
-    /// A line for each, for people: `psi: trigger, 2 s window; …`.
+    /// Returns a line per capability, for people: `psi: trigger, 2 s window; …`.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let line =
@@ -149,7 +149,7 @@ impl Capabilities {
             .collect()
     }
 
-    /// The entry of this name.
+    /// Returns the entry of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Capability> {
         self.items.iter().find(|item| item.name == name)
@@ -430,7 +430,7 @@ impl Capabilities {
             ),
             "swap makes room by pushing out ASR and TTS; GPU memory stays",
         );
-        // The stock script makes half the memory zram.
+        // The stock script configures half of the memory as zram.
         if let Some(info) = meminfo
             && zram >= info.total.per_mille(ZRAM_STOCK_PER_MILLE)
         {
@@ -472,14 +472,14 @@ impl Capabilities {
     }
 }
 
-/// The tightest limit of the control groups around us, and the path of the group.
+/// Returns the tightest limit of the enclosing control groups, and the path of the group.
 fn limit(root: &ProbeRoot) -> Option<(Bytes, String)> {
     let mut groups = GroupWatch::open(root);
     let limit = groups.read()?.limit;
     Some((limit, groups.tightest()?.to_owned()))
 }
 
-/// The effective capabilities of this process, as a set of bits.
+/// Returns the effective capabilities of this process as a bit mask.
 pub(super) fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
     let status = read_optional(&root.proc("self/status"))?;
     lines(&status).find_map(|(_, line)| {
@@ -488,10 +488,10 @@ pub(super) fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
     })
 }
 
-/// Bit of the capability (capabilities(7)).
+/// Bit of CAP_SYS_RESOURCE (capabilities(7)).
 pub(super) const CAP_SYS_RESOURCE: u32 = 24;
 
-/// Just below the half that `nvzramconfig` takes, since it rounds down by CPU.
+/// Just below the half that `nvzramconfig` configures, since it rounds down per CPU.
 const ZRAM_STOCK_PER_MILLE: u32 = 480;
 
 const CMA_ABSENT: &str = "nothing has to be subtracted from what is available";

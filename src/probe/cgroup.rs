@@ -1,8 +1,8 @@
-//! Control groups, version 1 and 2; GPU memory of a Jetson does not count in them.
+//! Control groups, versions 1 and 2; they do not count the GPU memory of a Jetson.
 //!
-//! A group is found by the mounts that this process sees: a container may mount its own group, or any folder of the
-//! hierarchy, anywhere. A limit of a group binds all groups below it, so the tightest one applies; for groups above the
-//! topmost visible one, version 1 shows the lowest limit (`hierarchical_memory_limit`), and version 2 nothing.
+//! A group is located through the mounts visible to this process: a container may mount its own group, or any folder of
+//! the hierarchy, anywhere. A limit applies to all groups below, so the tightest one counts. Above the topmost visible
+//! group, version 1 still shows the lowest limit (`hierarchical_memory_limit`); version 2 shows nothing.
 
 use std::{
     collections::VecDeque,
@@ -18,12 +18,12 @@ use super::{
 use cotenant_policy::pressure::GroupRoom;
 use cotenant_units::Bytes;
 
-/// Which interface a group has.
+/// Version of a group's interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CgroupVersion {
-    /// `memory.usage_in_bytes` and its kin.
+    /// Files such as `memory.usage_in_bytes`.
     V1,
-    /// `memory.current` and its kin.
+    /// Files such as `memory.current`.
     V2,
 }
 
@@ -37,19 +37,19 @@ pub struct Cgroup {
 /// Usage and limit of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// All that is charged to it, page cache too; the root group of version 2 has none.
+    /// All memory charged to it, page cache included; `None` for the root group of version 2.
     pub used: Option<Bytes>,
     /// Its limit; `None` without one.
     pub limit: Option<Bytes>,
-    /// Processes of it that the kernel killed for want of memory.
+    /// Processes in it killed by the kernel because memory was exhausted.
     pub oom_kills: Option<u64>,
-    /// How often it ran against its limit.
+    /// Number of times it reached its limit.
     pub limit_hits: Option<u64>,
 }
 
 impl Cgroup {
-    /// The group that charges the memory of this process: its own, or the closest one above it with the memory
-    /// controller. `None` when no memory controller is mounted, as in many containers.
+    /// Returns the group charged for the memory of this process: its own, or the closest ancestor with the memory
+    /// controller. `None` if no memory controller is mounted, as in many containers.
     #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
@@ -60,36 +60,36 @@ impl Cgroup {
         Some(Self { mount, folder })
     }
 
-    /// The group of a process, if it has the memory controller itself.
+    /// Returns the group of a process, if it has the memory controller itself.
     #[must_use]
     pub fn of(root: &ProbeRoot, pid: u32) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
         has_controller(mount.version, &folder).then_some(Self { mount, folder })
     }
 
-    /// Its interface.
+    /// Returns the version of its interface.
     #[must_use]
     pub fn version(&self) -> CgroupVersion {
         self.mount.version
     }
 
-    /// Its folder.
+    /// Returns its folder.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Its current usage and limit.
+    /// Reads its current usage and limit.
     #[must_use]
     pub fn memory(&self) -> CgroupMemory {
         read_memory(self.mount.version, &self.folder)
     }
 
-    /// The group itself and those around it whose limits bind it, inside out.
+    /// Returns the group and the ancestors whose limits apply to it, innermost first.
     fn around(&self) -> Vec<&Path> {
         let mut around = Vec::new();
         for folder in self.mount.around(&self.folder) {
-            // Before Linux 5.11 a group of version 1 could count without those below it.
+            // Before Linux 5.11, version 1 could be configured without hierarchical accounting.
             let counts_alone = self.mount.version == CgroupVersion::V1
                 && !around.is_empty()
                 && read_number(&folder.join("memory.use_hierarchy")) == Some(0);
@@ -102,18 +102,17 @@ impl Cgroup {
     }
 }
 
-/// A mounted hierarchy of groups.
+/// Mounted hierarchy of groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mount {
     version: CgroupVersion,
-    /// Mount point.
     point: PathBuf,
-    /// The group that is seen there.
+    /// Group visible at the mount point.
     shows: String,
 }
 
 impl Mount {
-    /// The mounts that may have the memory controller: those that this process sees, or where they are by custom.
+    /// Returns the mounts that may have the memory controller: those visible to this process, or the conventional ones.
     fn all(root: &ProbeRoot) -> Vec<Self> {
         let listed = read_optional(&root.proc("self/mountinfo")).unwrap_or_default();
         let base = root.sys.parent().unwrap_or(Path::new("/"));
@@ -136,7 +135,8 @@ impl Mount {
         mounts
     }
 
-    /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)) about a hierarchy that may have the memory controller.
+    /// Parses a line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)) about a hierarchy that may have the memory
+    /// controller.
     fn parse(line: &[u8], base: &Path) -> Option<Self> {
         let line = std::str::from_utf8(line).ok()?;
         let (place, kind) = line.split_once(" - ")?;
@@ -157,14 +157,14 @@ impl Mount {
         })
     }
 
-    /// A folder and those around it, inside out.
+    /// Returns a folder and its ancestors up to the mount point, innermost first.
     fn around<'a>(&self, folder: &'a Path) -> impl Iterator<Item = &'a Path> {
         folder
             .ancestors()
             .take_while(|around| around.starts_with(&self.point))
     }
 
-    /// The folder of a group, if its path is inside the visible hierarchy.
+    /// Returns the folder of a group, if its path is inside the visible hierarchy.
     fn folder(&self, group: &str) -> Option<PathBuf> {
         if climbs(&self.shows) || climbs(group) {
             return None;
@@ -173,7 +173,7 @@ impl Mount {
         Some(self.point.join(below)).filter(|folder| folder.is_dir())
     }
 
-    /// The folder whose group has this process: the way to find it where its path means another root.
+    /// Searches the folder whose group contains this process, for paths that are relative to another root.
     fn folder_with(&self, pid: u32) -> Option<PathBuf> {
         let mut waiting = VecDeque::from([self.point.clone()]);
         for _ in 0..SEARCHED_MAX {
@@ -191,7 +191,7 @@ impl Mount {
         None
     }
 
-    /// How the group of a folder is called, as `/proc/<pid>/cgroup` has it.
+    /// Returns the name of a folder's group as in `/proc/<pid>/cgroup`.
     fn name_of(&self, folder: &Path) -> String {
         let below = folder.strip_prefix(&self.point).unwrap_or(Path::new(""));
         Path::new(&self.shows)
@@ -203,7 +203,7 @@ impl Mount {
     }
 }
 
-/// Whether a path leads out of its visible root.
+/// Returns whether a path leads outside its visible root.
 fn climbs(path: &str) -> bool {
     path.split('/').any(|part| part == "..")
 }
@@ -222,7 +222,7 @@ impl Place {
                 CgroupVersion::V2 => membership.v2.as_deref(),
                 CgroupVersion::V1 => membership.v1_memory.as_deref(),
             }?;
-            // The unified hierarchy may be there without the controller.
+            // The unified hierarchy may be mounted without the controller.
             let has = |folder: &Path| {
                 mount
                     .around(folder)
@@ -231,8 +231,8 @@ impl Place {
             let folder = match mount.folder(path) {
                 Some(folder) => has(&folder).then_some(folder),
                 None if !has(&mount.point) => None,
-                // As a last resort the top: in a container it is the container's group, unless this process has left
-                // it.
+                // As a last resort, the top: in a container it is the container's group, unless this process was moved
+                // out of it.
                 None => mount
                     .folder_with(pid)
                     .or_else(|| (!climbs(path)).then(|| mount.point.clone())),
@@ -243,24 +243,24 @@ impl Place {
     }
 }
 
-/// Path of the group that charges the memory of a process (`self` or its id), also where its folder cannot be seen: a
-/// container may show the paths of the host.
+/// Returns the path of the group charged for the memory of a process (`self` or its id), even if its folder is not
+/// visible: a container may show the host's paths.
 #[must_use]
 pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
     let membership = Membership::read(&root.proc(process).join("cgroup"))?;
     membership.v1_memory.or(membership.v2)
 }
 
-/// The limits of the control groups around this process, with their files kept open: each sample reads them. A limit
-/// may be set, raised or lowered at any time, and this process may be moved to another group.
+/// Limits of the control groups around this process. Their files are kept open, since each sample reads them. A limit
+/// may be set or changed at any time, and this process may be moved to another group.
 #[derive(Debug)]
 pub(super) struct GroupWatch {
     root: ProbeRoot,
     membership: Option<Source>,
-    /// The membership for which the groups were opened.
+    /// Membership for which the groups were opened.
     member_of: Vec<u8>,
     groups: Vec<WatchedGroup>,
-    /// The group whose limit was the tightest at the last reading.
+    /// Index of the group with the tightest limit at the last reading.
     tightest: Option<usize>,
 }
 
@@ -271,12 +271,12 @@ struct WatchedGroup {
     used: Option<Source>,
     stat: Option<Source>,
     version: CgroupVersion,
-    /// Whether its statistics include limits that are not visible otherwise.
+    /// Whether its statistics include limits of invisible ancestors.
     is_top: bool,
 }
 
 impl GroupWatch {
-    /// Opens the groups around this process; none where no memory controller is mounted.
+    /// Opens the groups around this process; none if no memory controller is mounted.
     pub(super) fn open(root: &ProbeRoot) -> Self {
         let membership = Source::open_optional(root.proc("self/cgroup"));
         let mut watch = Self {
@@ -290,7 +290,7 @@ impl GroupWatch {
         watch
     }
 
-    /// The tightest limit now, and the least that a group has left; `None` where none has a limit.
+    /// Returns the tightest limit, and the least memory left in a group; `None` if none has a limit.
     pub(super) fn read(&mut self) -> Option<GroupRoom> {
         self.follow();
         self.tightest = None;
@@ -308,14 +308,14 @@ impl GroupWatch {
         room
     }
 
-    /// Path of the group whose limit was the tightest at the last reading.
+    /// Returns the path of the group with the tightest limit at the last reading.
     pub(super) fn tightest(&self) -> Option<&str> {
         self.groups
             .get(self.tightest?)
             .map(|group| group.name.as_str())
     }
 
-    /// Opens the groups when this process is in others than before.
+    /// Opens the groups again if the membership of this process has changed.
     fn follow(&mut self) {
         let Some(Ok(now)) = self.membership.as_mut().map(Source::read) else {
             return;
@@ -340,7 +340,7 @@ impl WatchedGroup {
     fn open(mount: &Mount, folder: &Path, is_top: bool) -> Self {
         let (limits, used): (&[&str], _) = match mount.version {
             CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes"),
-            // Above `memory.high` every allocation waits for reclaim, so this is no room either.
+            // Above `memory.high`, every allocation waits for reclaim, so memory beyond it is unusable too.
             CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current"),
         };
         Self {
@@ -358,7 +358,7 @@ impl WatchedGroup {
 
     fn read(&mut self) -> Option<GroupRoom> {
         let bytes = |source: &mut Source| number(source.read().ok()?.trim_ascii()).map(Bytes::new);
-        // `max` is no number.
+        // `max` does not parse as a number.
         let own = self.limits.iter_mut().filter_map(bytes).min();
         let shows_more = self.is_top && self.version == CgroupVersion::V1;
         if own.is_none() && !shows_more {
@@ -377,7 +377,7 @@ impl WatchedGroup {
             .chain(around)
             .filter(|limit| *limit < V1_UNLIMITED)
             .min()?;
-        // Reclaimed before the group kills, as in the machine's `MemAvailable`; includes groups below.
+        // Reclaimed before the group kills, as in the machine's `MemAvailable`; includes descendants.
         let cache: [&[u8]; 2] = match self.version {
             CgroupVersion::V1 => [b"total_inactive_file", b"total_active_file"],
             CgroupVersion::V2 => [b"inactive_file", b"active_file"],
@@ -430,7 +430,7 @@ impl Membership {
     }
 }
 
-/// Whether a folder shows the memory controller. The root group of version 2 has only `memory.stat`.
+/// Returns whether a folder has the memory controller. The root group of version 2 has only `memory.stat`.
 fn has_controller(version: CgroupVersion, folder: &Path) -> bool {
     let file = match version {
         CgroupVersion::V1 => "memory.usage_in_bytes",
@@ -443,7 +443,7 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
     let bytes = |file: &str| read_number(&folder.join(file)).map(Bytes::new);
     let keyed = |file: &str, key: &[u8]| value_of(&read_optional(&folder.join(file))?, key);
     match version {
-        // Without a limit, version 2 shows `max`, which is no number.
+        // Without a limit, version 2 shows `max`, which does not parse as a number.
         CgroupVersion::V2 => CgroupMemory {
             used: bytes("memory.current"),
             limit: bytes("memory.max"),
@@ -459,7 +459,7 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
     }
 }
 
-/// The number behind a key.
+/// Returns the number of a key.
 fn value_of(text: &[u8], key: &[u8]) -> Option<u64> {
     lines(text).find_map(|(_, line)| {
         let mut words = words(line);
@@ -472,7 +472,7 @@ fn value_of(text: &[u8], key: &[u8]) -> Option<u64> {
 /// Version 1 writes "no limit" as 2^63 rounded down to a page; no machine has 2^60 bytes.
 const V1_UNLIMITED: Bytes = Bytes::new(1 << 60);
 
-/// Groups that are searched for a process: more than a machine with some hundred containers has (our choice).
+/// Groups searched for a process: more than a machine with several hundred containers has (our choice).
 const SEARCHED_MAX: usize = 4096;
 
 #[cfg(test)]
@@ -483,7 +483,7 @@ mod tests {
 
     use super::*;
 
-    /// A root with these files below `sys/fs/cgroup`, and this process in `membership`.
+    /// Creates a root with these files below `sys/fs/cgroup`, and this process in `membership`.
     fn tree(membership: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {
         let folder = tempfile::tempdir().unwrap();
         let root = ProbeRoot::at(folder.path());
@@ -551,7 +551,6 @@ mod tests {
         assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/a".to_owned())));
     }
 
-    /// The tightest limit, and whose it is.
     fn limit(root: &ProbeRoot) -> Option<(Bytes, String)> {
         let mut watch = GroupWatch::open(root);
         let room = watch.read()?;
@@ -567,7 +566,7 @@ mod tests {
         assert_eq!(limit(&root), Some((Bytes::from_gib(1), "/".to_owned())));
     }
 
-    /// A line of `/proc/self/mountinfo`.
+    /// Formats a line of `/proc/self/mountinfo`.
     fn mounted(shows: &str, point: &str, kind: &str, options: &str) -> String {
         format!(
             "31 23 0:27 {shows} {point} rw,nosuid,nodev,noexec,relatime shared:9 - {kind} cgroup {options}\n"
@@ -606,7 +605,7 @@ mod tests {
             "rw,cpu,cpuacct",
         );
         fs::write(root.proc("self/mountinfo"), mounts).unwrap();
-        // A group around the container, which cannot be seen, has less than the container.
+        // An invisible group around the container has a lower limit than the container.
         assert_eq!(
             limit(&root),
             Some((Bytes::from_mib(900), "/docker/0123".to_owned()))

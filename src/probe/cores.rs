@@ -1,4 +1,4 @@
-//! Processor cores that this process may compute on.
+//! Physical cores available to this process.
 
 use std::{collections::BTreeSet, fs, num::NonZeroUsize, thread::available_parallelism};
 
@@ -9,8 +9,8 @@ use nix::{
 
 use super::ProbeRoot;
 
-/// Physical cores among the processors that this process may use (`taskset`, `cpuset`), limited by the CPU quota of its
-/// control group.
+/// Returns the number of physical cores among the processors that this process may use (`taskset`, `cpuset`), limited
+/// by the CPU quota of its control group.
 #[must_use]
 pub fn usable_cores(root: &ProbeRoot) -> usize {
     let quota = available_parallelism().map_or(1, NonZeroUsize::get);
@@ -27,13 +27,13 @@ pub fn usable_cores(root: &ProbeRoot) -> usize {
     .clamp(1, quota)
 }
 
-/// How many cores these logical processors are: those that share one name the same siblings.
+/// Returns the number of cores of these logical processors: processors of one core list the same siblings.
 fn physical_cores(root: &ProbeRoot, processors: &[usize]) -> usize {
     let core_of = |processor: &usize| {
         let path = root.sys(format!(
             "devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
         ));
-        // Without one, as on most boards with ARM cores, each processor is a core.
+        // Without a list, as on most boards with ARM cores, each processor is a core.
         fs::read_to_string(path).map_or_else(
             |_| processor.to_string(),
             |siblings| siblings.trim().to_owned(),
@@ -54,7 +54,7 @@ mod tests {
     fn processors_that_share_a_core_count_once() {
         let folder = tempfile::tempdir().unwrap();
         let root = ProbeRoot::at(folder.path());
-        // Four cores with two processors each, numbered as on Intel's; a fifth core without a sibling; and one whose
+        // Four cores of two processors each, numbered as on Intel CPUs; a fifth core without a sibling; and one whose
         // siblings the kernel does not report.
         for (processor, siblings) in [
             (0, "0,4"),

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A reading that could not be taken.
+/// A reading that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {what} from `{}`", path.display())]
 pub struct ProbeError {
@@ -33,10 +33,10 @@ impl ProbeError {
     }
 }
 
-/// Why a reading could not be taken.
+/// Reason why a reading failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeErrorKind {
-    /// The system did not hand it out.
+    /// The system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
     /// The content is malformed.
@@ -50,9 +50,8 @@ pub enum ProbeErrorKind {
 pub struct ParseError {
     /// The expected item.
     pub(super) what: &'static str,
-    /// Line, from 1; none when a whole line is missing.
+    /// Line, from 1; `None` if a whole line is missing.
     pub(super) line: Option<usize>,
-    /// The fault.
     pub(super) message: String,
 }
 
@@ -82,5 +81,5 @@ fn at(line: Option<usize>) -> String {
     line.map_or_else(String::new, |line| format!("line {line}: "))
 }
 
-/// Characters of a wrong value that a message shows.
+/// Characters of a wrong value shown in a message.
 const SHOWN_MAX: usize = 40;

@@ -1,6 +1,6 @@
-//! Host: processor, system, limits of this process, largest users of memory.
+//! Host: processor, system, limits of this process, largest memory users.
 //!
-//! Read once, for `cotenant check`; nothing here is cheap enough for a sample.
+//! Read once, for `cotenant check`; too expensive for a sample.
 
 use std::path::Path;
 
@@ -8,20 +8,20 @@ use procfs::process::{FDTarget, LimitValue};
 
 use cotenant_units::{Bytes, page};
 
-/// The host in a few words.
+/// Summary of the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
-    /// Processor and how many cores of it are online.
+    /// Processor and its online cores.
     pub processor: String,
     /// Distribution.
     pub system: String,
     /// Kernel.
     pub kernel: String,
-    /// Most bytes that this process may lock into memory; `None` when there is no limit or it cannot be read.
+    /// Limit on memory that this process may lock, in bytes; `None` if unlimited or unreadable.
     pub lock_limit: Option<Bytes>,
 }
 
-/// A process and its memory.
+/// Process and its memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Neighbour {
     /// Its id.
@@ -33,7 +33,7 @@ pub struct Neighbour {
 }
 
 impl Host {
-    /// Reads this host.
+    /// Reads the summary.
     #[must_use]
     pub fn read() -> Self {
         let processor = sysinfo::System::new().map_or_else(
@@ -64,7 +64,7 @@ fn lock_limit() -> Option<Bytes> {
     }
 }
 
-/// The `count` processes with the largest resident sets, the largest first, this one left out.
+/// Returns the `count` processes with the largest resident sets, largest first, except this one.
 #[must_use]
 pub fn largest_processes(count: usize) -> Vec<Neighbour> {
     let Ok(mut system) = sysinfo::System::new() else {
@@ -93,8 +93,8 @@ pub fn largest_processes(count: usize) -> Vec<Neighbour> {
     found
 }
 
-/// Processes that have `device` open, such as `/dev/nvmap`: on a Jetson these hold GPU memory, which no other list of
-/// processes shows. Processes whose files this user may not see are omitted.
+/// Returns processes that have `device` open, such as `/dev/nvmap`: on a Jetson these hold GPU memory, which no other
+/// process list shows. Processes whose files are not visible to this user are omitted.
 #[must_use]
 pub fn holders_of(device: &Path) -> Vec<Neighbour> {
     let Ok(processes) = procfs::process::all_processes() else {

@@ -1,11 +1,11 @@
 //! Readings of the machine and of processes.
 //!
-//! Every reader takes a [`ProbeRoot`], so that a folder can replace `/proc`, `/sys` and `/etc`. Parsers take bytes and
-//! return for any bytes. A value that a kernel or board lacks is `None`, never zero.
+//! Every reader takes a [`ProbeRoot`], so that a folder can replace `/proc`, `/sys` and `/etc`. Parsers accept any
+//! bytes. A value missing on a kernel or board is `None`, never zero.
 //!
 //! | file | contents |
 //! |---|---|
-//! | `meminfo` | `/proc/meminfo` with CMA; memory that a tenant can get, and unaccounted memory |
+//! | `meminfo` | `/proc/meminfo` with CMA; memory available to a tenant, and unaccounted memory |
 //! | `arc` | reclaimable part of ZFS's cache |
 //! | `buddyinfo` | the largest free blocks |
 //! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
@@ -15,10 +15,10 @@
 //! | `nvmap` | GPU memory of a Jetson, as root |
 //! | `swap` | swap devices and the memory of zram |
 //! | `board` | model and L4T release |
-//! | `audit` | losses of memory or speed here, with remedies |
+//! | `audit` | losses of memory or speed, with remedies |
 //! | `sandbox` | confinement of a running supervisor |
-//! | `cores` | physical cores that this process may compute on |
-//! | `capabilities` | capabilities that are present or absent, and their consequences |
+//! | `cores` | physical cores available to this process |
+//! | `capabilities` | capabilities of the machine and their consequences |
 //! | `sampler` | all files of one sample, read cheaply and repeatedly |
 
 mod arc;

@@ -38,9 +38,9 @@ pub struct Meminfo {
     pub vmalloc_used: Option<Bytes>,
     /// `Percpu`.
     pub percpu: Option<Bytes>,
-    /// `CmaTotal`: absent on kernels without CMA, zero where it is switched off.
+    /// `CmaTotal`: absent on kernels without CMA, zero if it is disabled.
     pub cma_total: Option<Bytes>,
-    /// `CmaFree`: counted as available, though the GPU can never have it. Zero on a healthy board.
+    /// `CmaFree`: counted as available although the GPU can never use it. Zero on a healthy board.
     pub cma_free: Option<Bytes>,
     /// `NvMapMemUsed`: L4T R32 and R35 only.
     pub nvmap_used: Option<Bytes>,
@@ -49,10 +49,10 @@ pub struct Meminfo {
 }
 
 impl Meminfo {
-    /// Reads it now.
+    /// Reads `/proc/meminfo`.
     ///
     /// # Errors
-    /// When the file cannot be read, or has no usable `MemTotal` or `MemAvailable`.
+    /// If the file cannot be read, or has no usable `MemTotal` or `MemAvailable`.
     pub fn read(root: &ProbeRoot) -> Result<Self, ProbeError> {
         let path = root.proc("meminfo");
         let text = read_bytes(&path).map_err(|error| ProbeError::io("memory", &path, error))?;
@@ -62,7 +62,7 @@ impl Meminfo {
     /// Parses the text of `/proc/meminfo`.
     ///
     /// # Errors
-    /// When `MemTotal` or `MemAvailable` is missing or not a number of kB. Other lines may be anything.
+    /// If `MemTotal` or `MemAvailable` is missing or not a number of kB. Other lines are not checked.
     pub fn parse(text: &[u8]) -> Result<Self, ParseError> {
         let mut info = Self::default();
         let (mut total, mut available) = (None, None);
@@ -104,9 +104,9 @@ impl Meminfo {
         Ok(info)
     }
 
-    /// Memory that a tenant can certainly get: `MemAvailable − CmaFree`.
+    /// Returns memory certainly available to a tenant: `MemAvailable − CmaFree`.
     ///
-    /// The kernel counts free CMA as available and nvmap cannot use it; NVIDIA's own driver subtracts it too
+    /// The kernel counts free CMA as available, but nvmap cannot use it; NVIDIA's own driver subtracts it too
     /// (`system_heap_free_mem()`, `nvmap_ioctl.c`).
     #[must_use]
     pub fn available_low(&self) -> Bytes {
@@ -114,9 +114,9 @@ impl Meminfo {
             .saturating_sub(self.cma_free.unwrap_or_default())
     }
 
-    /// Memory in no line of the file: drivers' memory, nvmap and its page pool, and the store of zram.
+    /// Returns memory that no line of the file shows: drivers, nvmap and its page pool, and the store of zram.
     ///
-    /// Its growth since the start, less that of the zram store, follows the GPU's memory if nvmap cannot be read. A
+    /// Its growth since the start, minus that of the zram store, approximates GPU memory if nvmap cannot be read. A
     /// missing line counts as zero.
     #[must_use]
     pub fn residual(&self) -> Bytes {

@@ -1,8 +1,8 @@
 //! GPU memory of a Jetson: debugfs files of nvmap, readable by root only.
 //!
-//! CUDA memory on Orin is nvmap memory: charged to no control group, absent from `smaps`. A freed allocation first goes
-//! to a page pool of up to an eighth of the memory; `/proc/meminfo` shows neither. Absence is normal: no Jetson, no
-//! root, or debugfs not mounted.
+//! CUDA memory on Orin is nvmap memory: charged to no control group, absent from `smaps`. Freed allocations go to a
+//! page pool of up to an eighth of the memory; `/proc/meminfo` shows neither. The files are commonly absent: not a
+//! Jetson, no root, or debugfs not mounted.
 
 use std::{
     fs::OpenOptions,
@@ -16,17 +16,17 @@ use super::{
 };
 use cotenant_units::{Bytes, page};
 
-/// Pages that nvmap keeps for the next GPU allocation.
+/// Pages kept by nvmap for the next GPU allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagePool {
-    /// `page_pool_available_pages`: ready to be handed out.
+    /// `page_pool_available_pages`: ready for use.
     pub available_pages: u64,
-    /// `page_pool_pages_to_zero`: freed and waiting to be zeroed.
+    /// `page_pool_pages_to_zero`: freed but not yet zeroed.
     pub to_zero_pages: u64,
 }
 
 impl PagePool {
-    /// All readable files of nvmap.
+    /// Returns the size of both kinds of pages.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         page().saturating_mul(self.available_pages.saturating_add(self.to_zero_pages))
@@ -36,23 +36,23 @@ impl PagePool {
 /// One row of `iovmm/clients`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Client {
-    /// Process.
+    /// Process id.
     pub pid: u32,
     /// Its memory.
     pub size: Bytes,
 }
 
-/// The table of clients.
+/// Table of clients.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clients {
-    /// Its rows; they need not add up to `total`.
+    /// Its rows; they need not sum up to `total`.
     pub rows: Vec<Client>,
-    /// The row `total`; none when the table was cut.
+    /// The row `total`; `None` if the table was truncated.
     pub total: Option<Bytes>,
 }
 
 impl Clients {
-    /// Memory of a process; `None` when it has no row.
+    /// Returns the memory of a process; `None` without a row.
     #[must_use]
     pub fn of(&self, pid: u32) -> Option<Bytes> {
         let mut held = self
@@ -64,7 +64,7 @@ impl Clients {
         Some(held.fold(first, Bytes::saturating_add))
     }
 
-    /// Sum of all rows; `None` when the table was truncated.
+    /// Returns the sum of all rows; `None` if the table was truncated.
     #[must_use]
     pub fn held_by_all(&self) -> Option<Bytes> {
         let held = self.rows.iter().map(|row| row.size);
@@ -72,7 +72,7 @@ impl Clients {
             .map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
-    /// Memory of several processes together; `None` when none of them has a row.
+    /// Returns the memory of several processes together; `None` if none has a row.
     #[must_use]
     pub fn of_all(&self, pids: impl IntoIterator<Item = u32>) -> Option<Bytes> {
         let held = pids.into_iter().filter_map(|pid| self.of(pid));
@@ -80,7 +80,7 @@ impl Clients {
     }
 
     /// Parses the text of `iovmm/clients`, from the right: `CLIENT PROCESS PID SIZE`, R32 with `PSS` before `SIZE`.
-    /// Rows of another form are passed over.
+    /// Other lines are skipped.
     #[must_use]
     pub fn parse(text: &[u8]) -> Self {
         let mut clients = Self::default();
@@ -99,14 +99,14 @@ impl Clients {
     }
 }
 
-/// The folder of nvmap, if we may read it.
+/// nvmap's folder, if readable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nvmap {
     folder: PathBuf,
 }
 
 impl Nvmap {
-    /// The folder, when it is there and readable.
+    /// Returns the folder if it exists and is readable.
     #[must_use]
     pub fn find(root: &ProbeRoot) -> Option<Self> {
         let folder = root.sys("kernel/debug/nvmap");
@@ -114,13 +114,13 @@ impl Nvmap {
         Some(Self { folder })
     }
 
-    /// Bytes allocated through nvmap, all processes together.
+    /// Returns bytes allocated through nvmap by all processes.
     #[must_use]
     pub fn total(&self) -> Option<Bytes> {
         read_number(&self.folder.join("stats/total_memory")).map(Bytes::new)
     }
 
-    /// The page pool.
+    /// Reads the page pool.
     #[must_use]
     pub fn pool(&self) -> Option<PagePool> {
         let pages = |name: &str| read_number(&self.folder.join("pagepool").join(name));
@@ -130,14 +130,14 @@ impl Nvmap {
         })
     }
 
-    /// Memory of each process.
+    /// Reads the memory of each process.
     #[must_use]
     pub fn clients(&self) -> Option<Clients> {
         read_optional(&self.folder.join("iovmm/clients")).map(|text| Clients::parse(&text))
     }
 }
 
-/// Whether [`empty_pool`] is allowed here: it requires root, or write access to the parameter.
+/// Returns whether [`empty_pool`] is permitted: it requires root, or write access to the parameter.
 #[must_use]
 pub fn may_empty_pool(root: &ProbeRoot) -> bool {
     OpenOptions::new()
@@ -149,7 +149,7 @@ pub fn may_empty_pool(root: &ProbeRoot) -> bool {
 /// Makes nvmap free `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
 ///
 /// # Errors
-/// When there is no such parameter, or it may not be written.
+/// If the parameter does not exist or cannot be written.
 pub fn empty_pool(root: &ProbeRoot, bytes: Bytes) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).open(root.sys(SHRINK))?;
     // The parameter is an `int`.
@@ -157,11 +157,11 @@ pub fn empty_pool(root: &ProbeRoot, bytes: Bytes) -> io::Result<()> {
     file.write_all(pages.to_string().as_bytes())
 }
 
-/// Writing a number runs the shrinker of the page pool over so many pages (`nvmap_pp.c`).
+/// Writing a number runs the page pool's shrinker over that many pages (`nvmap_pp.c`).
 const SHRINK: &str = "module/nvmap/parameters/shrink_page_pools";
 
-/// `name with blanks 1234 5678K`, or with another size before the last. The name is omitted: it is truncated to 15
-/// characters and may show `_` for `-`.
+/// Parses `name with blanks 1234 5678K`, or with another size before the last. The name is ignored: it is truncated to
+/// 15 characters and may show `_` for `-`.
 fn row(words: &[&[u8]], sizes: usize) -> Option<Client> {
     let size = kib(words.last()?)?;
     let pid = words.get(words.len().checked_sub(sizes + 1)?)?;
@@ -171,7 +171,7 @@ fn row(words: &[&[u8]], sizes: usize) -> Option<Client> {
     })
 }
 
-/// `5678K`; old releases print `5678KB`.
+/// Parses `5678K`; old releases print `5678KB`.
 fn kib(word: &[u8]) -> Option<Bytes> {
     let digits = word
         .strip_suffix(b"K")

@@ -1,9 +1,9 @@
 //! Processes: relations, start times and memory.
 //!
-//! The only reader of `/proc/<pid>` for workers, tenants, sessions and socket peers. Everything takes the folder used
-//! as `/proc`, so that tests can provide their own. Reading page tables (`smaps_rollup`) takes 50 to 75 ms for each GiB
+//! The only reader of `/proc/<pid>` for workers, tenants, sessions and socket peers. Every function takes the folder
+//! used as `/proc`, so that tests can provide their own. Reading page tables (`smaps_rollup`) takes 50 to 75 ms per GiB
 //! of small pages on an x86-64 server, and waits for the process's memory lock: call [`sum`] on a thread that may
-//! block, one task for each holder.
+//! block, one task per holder.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ use std::{
 use super::source::{lines, number, read_bytes, words};
 use cotenant_units::{Bytes, page};
 
-/// Identity and family of a process, from `/proc/<pid>/stat`.
+/// Identity and relations of a process, from `/proc/<pid>/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessStat {
     /// Its id.
@@ -29,20 +29,20 @@ pub struct ProcessStat {
     pub group: u32,
     /// Its session.
     pub session: u32,
-    /// Its threads, the main one included as long as it is not reaped; zombies have one.
+    /// Number of its threads, including the main one until it is reaped; 1 for zombies.
     pub threads: u32,
-    /// When it was started, in clock ticks since boot. Together with the id this names one process.
+    /// Start time in clock ticks since boot. Together with the id it identifies one process.
     pub start_ticks: u64,
 }
 
 impl ProcessStat {
-    /// Reads it now; `None` when there is no such process, or none that can be seen.
+    /// Reads the file; `None` if the process does not exist or is not visible.
     #[must_use]
     pub fn read(proc: &Path, pid: u32) -> Option<Self> {
         Self::parse(&read_bytes(&file(proc, pid, "stat")).ok()?)
     }
 
-    /// Parses the text of `/proc/<pid>/stat`. The name may hold anything, brackets and blanks too.
+    /// Parses the text of `/proc/<pid>/stat`. The name may contain any characters, including parentheses and blanks.
     #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         let open = text.iter().position(|b| *b == b'(')?;
@@ -66,38 +66,38 @@ impl ProcessStat {
         })
     }
 
-    /// Whether it is a zombie; it holds no memory then.
+    /// Returns whether it is a zombie, which holds no memory.
     #[must_use]
     pub const fn is_dead(self) -> bool {
         self.main_thread_has_ended() && self.threads <= 1
     }
 
-    /// Whether the main thread has ended. Other threads may continue: then they show the memory, and the process does
-    /// not.
+    /// Returns whether the main thread has ended. If other threads continue, their files show the memory, the process's
+    /// own do not.
     #[must_use]
     pub const fn main_thread_has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 }
 
-/// Memory of a process, from `/proc/<pid>/smaps_rollup`, without GPU memory.
+/// Memory of a process without GPU memory, from `/proc/<pid>/smaps_rollup`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// Resident pages, shared ones in part: the least that its end would free.
+    /// Proportional set size: the least that its end would free.
     pub pss: Bytes,
-    /// Pages in memory, shared ones in full.
+    /// Resident set size, shared pages in full.
     pub rss: Bytes,
-    /// Pages without a file behind them, shared ones in full.
+    /// Anonymous pages, shared ones in full.
     pub anonymous: Bytes,
-    /// Pages of shared memory, those shared with others in part; `None` before Linux 5.3.
+    /// Proportional size of shared memory; `None` before Linux 5.3.
     pub shared_pss: Option<Bytes>,
 }
 
 impl ProcessMemory {
-    /// Reads it now; `None` when there is no such process, or it is a zombie or a thread of the kernel.
+    /// Reads the file; `None` if the process does not exist, is a zombie or a kernel thread.
     ///
     /// # Errors
-    /// When the file is there and cannot be read: another user's process.
+    /// If the file exists but cannot be read: another user's process.
     pub fn read(proc: &Path, pid: u32) -> io::Result<Option<Self>> {
         match read_bytes(&memory_file(proc, pid, "smaps_rollup")) {
             Ok(text) => Ok(Self::parse(&text)),
@@ -118,8 +118,8 @@ impl ProcessMemory {
     }
 }
 
-/// The thread that shows the memory of a process whose main thread has ended while others run; `None` for every other
-/// process.
+/// Returns the thread whose files show the memory of a process whose main thread has ended while others run; `None` for
+/// every other process.
 #[must_use]
 pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
     let process = ProcessStat::read(proc, pid)?;
@@ -136,7 +136,7 @@ pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
     })
 }
 
-/// A file that shows the memory of a process.
+/// Returns the path of a file that shows the memory of a process.
 fn memory_file(proc: &Path, pid: u32, name: &str) -> PathBuf {
     match living_thread(proc, pid) {
         Some(thread) => file(proc, pid, "task").join(thread.to_string()).join(name),
@@ -144,7 +144,7 @@ fn memory_file(proc: &Path, pid: u32, name: &str) -> PathBuf {
     }
 }
 
-/// Resident set size by `/proc/<pid>/statm`: cheap, readable for every process, shared pages in full.
+/// Reads the resident set size from `/proc/<pid>/statm`: cheap, readable for every process, shared pages in full.
 #[must_use]
 pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
     let text = read_bytes(&memory_file(proc, pid, "statm")).ok()?;
@@ -152,7 +152,7 @@ pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
     Some(Bytes::new(pages).saturating_mul(page().get()))
 }
 
-/// Processor time that a process has used, all of its threads together; `None` when there is no such process.
+/// Reads the processor time used by all threads of a process; `None` if it does not exist.
 #[must_use]
 pub fn cpu_time(pid: u32) -> Option<Duration> {
     let text = read_bytes(&file(Path::new("/proc"), pid, "stat")).ok()?;
@@ -166,7 +166,7 @@ pub fn cpu_time(pid: u32) -> Option<Duration> {
     ))
 }
 
-/// The largest resident set size that a process has had, shared pages in full (`VmHWM`).
+/// Reads the peak resident set size of a process, shared pages in full (`VmHWM`).
 #[must_use]
 pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
     kib(
@@ -175,7 +175,7 @@ pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
     )
 }
 
-/// Value of a variable in the environment that a process was started with; `None` when it has none or may not be read.
+/// Returns the value of a variable in a process's initial environment; `None` if it is unset or unreadable.
 #[must_use]
 pub fn environment(proc: &Path, pid: u32, variable: &str) -> Option<String> {
     let bytes = fs::read(file(proc, pid, "environ")).ok()?;
@@ -185,24 +185,24 @@ pub fn environment(proc: &Path, pid: u32, variable: &str) -> Option<String> {
         .find_map(|(name, value)| (name == variable).then(|| value.to_owned()))
 }
 
-/// All processes that can be seen now; none where `/proc` cannot be listed.
+/// Returns all visible processes; empty if `/proc` cannot be listed.
 #[must_use]
 pub fn all(proc: &Path) -> Vec<ProcessStat> {
     ProcessTable::read(proc).unwrap_or_default().processes
 }
 
-/// All processes at one moment.
+/// Snapshot of all processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProcessTable {
-    /// In the order of their ids.
+    /// Sorted by id.
     pub processes: Vec<ProcessStat>,
 }
 
 impl ProcessTable {
-    /// Reads it now. Processes that end meanwhile are left out.
+    /// Reads all processes; those that end meanwhile are skipped.
     ///
     /// # Errors
-    /// When `/proc` cannot be listed.
+    /// If `/proc` cannot be listed.
     pub fn read(proc: &Path) -> io::Result<Self> {
         let mut processes: Vec<ProcessStat> = fs::read_dir(proc)?
             .flatten()
@@ -214,20 +214,20 @@ impl ProcessTable {
         Ok(Self { processes })
     }
 
-    /// A process and all that descend from it.
+    /// Returns a process and its descendants.
     #[must_use]
     pub fn tree(&self, pid: u32) -> BTreeSet<u32> {
         self.descendants(|process| process.pid == pid)
     }
 
-    /// A process, the members of the group that it leads, and all that descend from any of them: members whose parent
-    /// has ended are found by their group.
+    /// Returns a process, the members of the group that it leads, and their descendants: members whose parent has ended
+    /// are found by their group.
     #[must_use]
     pub fn family(&self, leader: u32) -> BTreeSet<u32> {
         self.descendants(|process| process.pid == leader || process.group == leader)
     }
 
-    /// The processes for which `is_root` holds, and all that descend from them.
+    /// Returns the processes for which `is_root` holds, and their descendants.
     #[must_use]
     pub fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {
         let roots = self.processes.iter().filter(|process| is_root(process));
@@ -246,8 +246,8 @@ impl ProcessTable {
     }
 }
 
-/// The leader whose [`family`](ProcessTable::family) a process belongs to, out of `leaders`; the nearest one if they
-/// started one another.
+/// Returns the leader among `leaders` to whose [`family`](ProcessTable::family) a process belongs; the nearest one if
+/// leaders are nested.
 ///
 /// Ascends from `pid`: listing every process of the machine would take milliseconds.
 #[must_use]
@@ -266,19 +266,19 @@ pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> 
     None
 }
 
-/// Memory of several processes together.
+/// Total memory of several processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemorySum {
     /// Sum of PSS, and of RSS where PSS could not be read.
     pub used: Bytes,
-    /// Sum of anonymous pages; `None` when a process gave no page tables.
+    /// Sum of anonymous pages; `None` if page tables of a process could not be read.
     pub anonymous: Option<Bytes>,
-    /// Peak memory of the processes since their start, less their shared memory now; `None` when a process gave no page
-    /// tables.
+    /// Peak memory of the processes since their start, minus their present shared memory; `None` if page tables of a
+    /// process could not be read.
     pub peak: Option<Bytes>,
-    /// Processes counted.
+    /// Number of processes.
     pub processes: u32,
-    /// Of them, those that count with their RSS, since they belong to another user: the sum is an upper bound then.
+    /// Number of processes counted by RSS, since they belong to another user: the sum is then an upper bound.
     pub by_rss: u32,
 }
 
@@ -302,7 +302,7 @@ pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
                 sum.anonymous = plus(sum.anonymous, Some(memory.anonymous));
                 sum.peak = plus(sum.peak, peak);
             }
-            // Another user's process, or a kernel that has no such file; or none that holds memory.
+            // Another user's process, a kernel without this file, or a process without memory.
             Ok(None) | Err(_) => {
                 let rss = resident(proc, pid).unwrap_or_default();
                 if rss == Bytes::ZERO {
@@ -320,11 +320,11 @@ pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
     sum
 }
 
-/// Memory files (`memfd_create`) that processes hold open. Their pages are in no page table where they are not mapped.
+/// Memory files (`memfd_create`) held open by processes. Pages that are not mapped are in no page table.
 struct OpenMemory {
-    /// Bytes of each, by inode.
+    /// Bytes by inode.
     files: BTreeMap<u64, Bytes>,
-    /// Pages of such files and other shared memory that are in page tables; `None` where the kernel does not tell.
+    /// Pages of such files and other shared memory in page tables; `None` if the kernel does not report them.
     mapped: Option<Bytes>,
 }
 
@@ -357,7 +357,7 @@ impl OpenMemory {
         }
     }
 
-    /// Lower bound of resident memory that is in no page table.
+    /// Returns a lower bound of resident memory that is in no page table.
     fn not_mapped(&self) -> Bytes {
         let all: Bytes = self.files.values().copied().sum();
         self.mapped
@@ -365,7 +365,7 @@ impl OpenMemory {
     }
 }
 
-/// The present in clock ticks since boot, as [`ProcessStat::start_ticks`] counts.
+/// Returns the present time in clock ticks since boot, as in [`ProcessStat::start_ticks`].
 #[must_use]
 pub fn boot_ticks() -> Option<u64> {
     let mut now = libc::timespec {
@@ -384,13 +384,13 @@ pub fn boot_ticks() -> Option<u64> {
     Some(seconds * per_second + nanos * per_second / 1_000_000_000)
 }
 
-/// The session of this process.
+/// Returns the session of this process.
 #[must_use]
 pub fn own_session() -> u32 {
     nix::unistd::getsid(None).map_or(0, |session| session.as_raw().unsigned_abs())
 }
 
-/// Whether an error means that the process has ended: its files vanish, or reads fail with ESRCH.
+/// Returns whether an error means that the process has ended: its files vanish, or reads fail with ESRCH.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
@@ -407,7 +407,7 @@ fn plus(sum: Option<Bytes>, more: Option<Bytes>) -> Option<Bytes> {
     Some(sum?.saturating_add(more?))
 }
 
-/// The value of a line `Key:   1234 kB`.
+/// Returns the value of a line `Key:   1234 kB`.
 fn kib(text: &[u8], key: &[u8]) -> Option<Bytes> {
     let mut found = lines(text).filter_map(|(_, line)| line.strip_prefix(key));
     words(found.next()?)
@@ -416,8 +416,7 @@ fn kib(text: &[u8], key: &[u8]) -> Option<Bytes> {
         .map(Bytes::from_kib)
 }
 
-/// Ancestors that are looked at: more than any process has that starts others for a purpose (our choice). Ids that are
-/// reused while they are read could make a ring of them.
+/// Limit on ancestors followed: more than any useful chain (our choice). Ids reused during the walk could form a cycle.
 const ANCESTORS_MAX: usize = 256;
 
 #[cfg(test)]
@@ -445,7 +444,7 @@ mod tests {
         format!("{pid} (a b) S {parent} {group} {group} 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 5 0 0")
     }
 
-    /// A folder in place of `/proc` with these files.
+    /// Creates a folder in place of `/proc` with these files.
     fn proc(files: &[(u32, &str, &str)]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         for (pid, name, text) in files {
@@ -476,13 +475,13 @@ mod tests {
         }
     }
 
-    /// A program whose main thread ends by `pthread_exit` while another one holds 24 MiB.
+    /// The main thread ends by `pthread_exit` while another thread holds 24 MiB.
     #[test]
     fn a_process_whose_main_thread_has_ended_is_measured_by_the_others() {
         use std::io::{BufRead as _, BufReader};
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("a.py");
-        // `ctypes` gives the interpreter's lock back for the call, in which the main thread ends.
+        // `ctypes` releases the interpreter lock for the call that ends the main thread.
         let text = r"
 import ctypes, os, sys, threading, time
 def alone():
@@ -559,11 +558,11 @@ ctypes.CDLL(None).pthread_exit(None)
             processes: vec![
                 process(10, 1, 10, 10),
                 process(11, 10, 10, 10),
-                // A worker with its own group, and its child, listed before its parent.
+                // A worker with its own group, and its child, which is listed before it.
                 process(12, 14, 14, 14),
                 process(14, 11, 14, 14),
                 process(20, 1, 20, 20),
-                // Adopted by init after its parent ended: still of the group.
+                // Adopted by init after its parent ended, but still in the group.
                 process(30, 1, 10, 10),
                 process(31, 30, 31, 31),
             ],
@@ -617,13 +616,13 @@ ctypes.CDLL(None).pthread_exit(None)
         let expected = MemorySum {
             used: Bytes::from_mib(2),
             anonymous: Some(Bytes::from_mib(1)),
-            // 3 MiB of one and 1 MiB of the other, of which each shares one now; and never less than now.
+            // 3 MiB of one and 1 MiB of the other, each minus its present share; never less than the present sum.
             peak: Some(Bytes::from_mib(3)),
             processes: 2,
             by_rss: 0,
         };
         assert_eq!(sum(folder.path(), [70, 71, 99]), expected);
-        // A file that is there and cannot be read as one: a folder.
+        // A file that exists but cannot be read: a folder.
         fs::create_dir(file(folder.path(), 72, "smaps_rollup")).unwrap();
         let with_rss = sum(folder.path(), [70, 72]);
         assert_eq!((with_rss.used, with_rss.by_rss), (Bytes::from_mib(4), 1));

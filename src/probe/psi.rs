@@ -1,13 +1,13 @@
 //! Pressure stall information of memory: the file and triggers.
 //!
-//! Rights on a host form a ladder. Each rung is tried in turn, and the first that works is kept:
+//! Access depends on kernel and rights. Each rung is tried from the top, and the first that works is kept:
 //!
 //! | rung | condition | detection |
 //! |---|---|---|
-//! | [`PsiRung::TriggerOneSecond`] | CAP_SYS_RESOURCE | one notification a second at most, at the moment of the stall |
-//! | [`PsiRung::TriggerTwoSeconds`] | no capability, kernel 6.4 or newer (6.1 of Debian too) | the same, one in two seconds at most |
-//! | [`PsiRung::ReadOnly`] | the file may be read alone, or the kernel refuses both windows | at the next sample |
-//! | [`PsiRung::Absent`] | no `CONFIG_PSI`, or `psi=0` | `meminfo` and `vmstat` alone |
+//! | [`PsiRung::TriggerOneSecond`] | CAP_SYS_RESOURCE | at once, at most one notification per second |
+//! | [`PsiRung::TriggerTwoSeconds`] | no capability, kernel 6.4 or newer (also Debian's 6.1) | the same, one per 2 s |
+//! | [`PsiRung::ReadOnly`] | the file is read-only, or the kernel refuses both windows | at the next sample |
+//! | [`PsiRung::Absent`] | no `CONFIG_PSI`, or `psi=0` | by `meminfo` and `vmstat` only |
 
 use std::{
     fmt,
@@ -30,7 +30,7 @@ use super::{
 };
 use cotenant_units::TimeSpan;
 
-/// One line of a pressure file.
+/// Line of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stall {
     /// Share of the last 10 s in which tasks stalled, in hundredths of a percent: 61.42 is 6142.
@@ -42,17 +42,17 @@ pub struct Stall {
 /// One reading of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pressure {
-    /// Some tasks waited for memory.
+    /// Some tasks were waiting for memory.
     pub some: Stall,
-    /// All tasks that could run waited; kernels before 5.13 have no such line for the CPU.
+    /// All runnable tasks were waiting; kernels before 5.13 have no such line for the CPU.
     pub full: Option<Stall>,
 }
 
 impl Pressure {
-    /// Reads `/proc/pressure/memory` now; `None` when the kernel has none.
+    /// Reads `/proc/pressure/memory`; `None` if the kernel has none.
     ///
     /// # Errors
-    /// When the file is there and cannot be read or understood.
+    /// If the file exists but cannot be read or parsed.
     pub fn read(root: &ProbeRoot) -> Result<Option<Self>, ProbeError> {
         let path = root.proc(MEMORY);
         match read_bytes(&path) {
@@ -67,7 +67,7 @@ impl Pressure {
     /// Parses the text of a pressure file.
     ///
     /// # Errors
-    /// When there is no line `some`, or a value in it is not a number.
+    /// If there is no line `some`, or one of its values is not a number.
     pub fn parse(text: &[u8]) -> Result<Self, ParseError> {
         let (mut some, mut full) = (None, None);
         for (line_number, line) in lines(text) {
@@ -99,7 +99,7 @@ pub enum PsiRung {
 }
 
 impl PsiRung {
-    /// How long it may take until a stall is noticed, in words.
+    /// Returns the delay with which a stall is noticed, in words.
     #[must_use]
     pub fn latency(self) -> &'static str {
         match self {
@@ -126,25 +126,25 @@ impl fmt::Display for PsiRung {
     }
 }
 
-/// The rung that holds, and its trigger.
+/// Rung in use, and its trigger.
 #[derive(Debug)]
 pub struct PsiWatch {
     /// Access on this host.
     pub rung: PsiRung,
-    /// Why not a higher rung; none on the highest.
+    /// Reason why no higher rung is in use; `None` on the highest.
     pub reason: Option<String>,
-    /// The armed trigger of the two upper rungs.
+    /// The armed trigger, on the two upper rungs.
     pub trigger: Option<PsiTrigger>,
 }
 
 impl PsiWatch {
-    /// Arms the best trigger that this host allows on the memory pressure of the machine.
+    /// Arms the best trigger that this host permits on the memory pressure of the machine.
     #[must_use]
     pub fn arm(root: &ProbeRoot) -> Self {
         Self::arm_at(&root.proc(MEMORY))
     }
 
-    /// The same on any pressure file, for example `memory.pressure` of a control group.
+    /// Does the same for any pressure file, for example `memory.pressure` of a control group.
     #[must_use]
     pub fn arm_at(path: &Path) -> Self {
         if let Err(error) = read_bytes(path) {
@@ -178,25 +178,25 @@ impl PsiWatch {
     }
 }
 
-/// An armed trigger; it disarms when dropped. One notification a window at most.
+/// An armed trigger with at most one notification per window; dropping it disarms.
 #[derive(Debug)]
 pub struct PsiTrigger {
     file: File,
 }
 
 impl PsiTrigger {
-    /// Asks the kernel for a notification when tasks stalled for `stall` within `window`.
+    /// Requests a notification when tasks stall for `stall` within `window`.
     ///
     /// # Errors
-    /// When the file may not be written, is not one of the kernel's, or the kernel refuses the window: without
-    /// CAP_SYS_RESOURCE newer kernels take multiples of 2 s and older ones nothing.
+    /// If the file is not writable, is not the kernel's, or the kernel refuses the window: without CAP_SYS_RESOURCE
+    /// newer kernels accept multiples of 2 s and older ones nothing.
     pub fn arm(path: &Path, stall: Duration, window: Duration) -> io::Result<Self> {
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
-        // A folder used as /proc has plain files: leave them as they are.
+        // A folder used as /proc has regular files, which must not be written.
         let kind = fstatfs(&file)?.filesystem_type();
         if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
             return Err(io::Error::new(
@@ -222,23 +222,23 @@ impl AsRawFd for PsiTrigger {
     }
 }
 
-/// A trigger that a task can wait for.
+/// Trigger as a future.
 #[derive(Debug)]
 pub struct PsiAlarm {
     fd: AsyncFd<PsiTrigger>,
 }
 
 impl PsiAlarm {
-    /// Registers a trigger with the runtime; call it inside one.
+    /// Registers a trigger with the runtime of the caller.
     ///
     /// # Errors
-    /// When there is no runtime, or it cannot watch the trigger.
+    /// If there is no runtime, or it cannot watch the trigger.
     pub fn new(trigger: PsiTrigger) -> io::Result<Self> {
         if tokio::runtime::Handle::try_current().is_err() {
             return Err(io::Error::other("there is no runtime"));
         }
-        // SAFETY: the descriptor belongs to the `File` inside `trigger`, which `AsyncFd` owns from here on; it is
-        // never replaced, so that it stays open and the same until the `AsyncFd` is dropped.
+        // SAFETY: the descriptor belongs to the `File` inside `trigger`, which `AsyncFd` owns from here on; it is never
+        // replaced, so it stays open and unchanged until the `AsyncFd` is dropped.
         let fd = unsafe {
             AsyncFd::register_with_interest(trigger, Interest::PRIORITY | Interest::ERROR)
         }?;
@@ -248,12 +248,12 @@ impl PsiAlarm {
     /// Waits for the next notification. Dropping the future loses nothing.
     ///
     /// # Errors
-    /// When the trigger is gone; it will not fire again.
+    /// If the trigger is gone; it will not fire again.
     pub async fn stalled(&mut self) -> io::Result<()> {
         let mut guard = self.fd.ready(Interest::PRIORITY | Interest::ERROR).await?;
         let ready = guard.ready();
         guard.clear_ready();
-        // Asking once more by poll would be wrong: each look takes the notification away, and epoll has looked.
+        // Another poll would be wrong: each poll consumes the notification, and epoll already did.
         if ready.is_error() {
             return Err(io::Error::new(
                 io::ErrorKind::BrokenPipe,
@@ -264,12 +264,12 @@ impl PsiAlarm {
     }
 }
 
-/// Whether an error means that the kernel lacks the feature.
+/// Returns whether an error means that the kernel lacks the feature.
 fn is_absent(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::EOPNOTSUPP)
 }
 
-/// `avg10=0.00 avg60=0.00 avg300=0.00 total=0`
+/// Parses `avg10=0.00 avg60=0.00 avg300=0.00 total=0`.
 fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall, ParseError> {
     let mut stall = Stall::default();
     let mut has_total = false;
@@ -299,7 +299,7 @@ fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall
     }
 }
 
-/// `61.42` as 6142.
+/// Parses `61.42` as 6142.
 fn hundredths(text: &[u8]) -> Option<u32> {
     let (whole, fraction) = match text.iter().position(|b| *b == b'.') {
         Some(point) => (text.get(..point)?, text.get(point + 1..)?),
@@ -319,7 +319,7 @@ const MEMORY: &str = "pressure/memory";
 /// lmkd and systemd request 70 to 100 ms of a second.
 const STALL_1S: Duration = Duration::from_millis(100);
 
-/// A smaller share of the longer window, which notifies later.
+/// A smaller share than of the shorter window, to compensate for later notifications.
 const STALL_2S: Duration = Duration::from_millis(150);
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The folders used as `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
+/// Folders used as `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
 ///
 /// ```
 /// use cotenant_probe::ProbeRoot;
@@ -11,23 +11,22 @@ use std::path::{Path, PathBuf};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbeRoot {
-    /// Stands for `/proc`.
+    /// `/proc`.
     pub proc: PathBuf,
-    /// Stands for `/sys`.
+    /// `/sys`.
     pub sys: PathBuf,
-    /// Stands for `/dev`, where the kernel's log is.
+    /// `/dev`, with the kernel's log.
     pub dev: PathBuf,
-    /// Stands for `/etc`.
+    /// `/etc`.
     pub etc: PathBuf,
-    /// Stands for `/var`.
+    /// `/var`.
     pub var: PathBuf,
-    /// Stands for `/lib`, where packages put systemd's units.
+    /// `/lib`, with systemd's units.
     pub lib: PathBuf,
 }
 
 impl ProbeRoot {
-    /// A tree with `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be
-    /// missing.
+    /// Uses `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
         let lib = Some(root.join("lib"))
@@ -45,43 +44,43 @@ impl ProbeRoot {
         }
     }
 
-    /// Whether it is the machine itself rather than a copy of some of its files.
+    /// Returns whether it is the machine itself rather than a partial copy.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.proc == Path::new("/proc")
     }
 
-    /// A path below `/proc`.
+    /// Returns a path below `/proc`.
     #[must_use]
     pub fn proc(&self, path: impl AsRef<Path>) -> PathBuf {
         self.proc.join(path)
     }
 
-    /// A path below `/sys`.
+    /// Returns a path below `/sys`.
     #[must_use]
     pub fn sys(&self, path: impl AsRef<Path>) -> PathBuf {
         self.sys.join(path)
     }
 
-    /// A path below `/etc`.
+    /// Returns a path below `/etc`.
     #[must_use]
     pub fn etc(&self, path: impl AsRef<Path>) -> PathBuf {
         self.etc.join(path)
     }
 
-    /// A path below `/var`.
+    /// Returns a path below `/var`.
     #[must_use]
     pub fn var(&self, path: impl AsRef<Path>) -> PathBuf {
         self.var.join(path)
     }
 
-    /// A path below `/lib`.
+    /// Returns a path below `/lib`.
     #[must_use]
     pub fn lib(&self, path: impl AsRef<Path>) -> PathBuf {
         self.lib.join(path)
     }
 
-    /// The folder of a process.
+    /// Returns the folder of a process.
     #[must_use]
     pub fn process(&self, pid: u32) -> PathBuf {
         self.proc.join(pid.to_string())
@@ -89,7 +88,7 @@ impl ProbeRoot {
 }
 
 impl Default for ProbeRoot {
-    /// The machine itself.
+    /// Uses the folders of the machine itself.
     fn default() -> Self {
         Self::at(Path::new("/"))
     }

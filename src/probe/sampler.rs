@@ -1,8 +1,8 @@
 //! Sampler: all files of one sample, kept open, and the wait for the next.
 //!
-//! Files stay open and are read in place; a sample of the machine costs some tens of microseconds (25 µs in the kernel,
-//! measured on an x86-64 server, most of it for `vmstat`). Policy decides the interval. When tasks stall for memory
-//! before it is over, the trigger of [`PsiWatch`] ends the wait.
+//! Files stay open and are read in place; a sample of the machine takes tens of microseconds (25 µs in the kernel on an
+//! x86-64 server, mostly for `vmstat`). Policy decides the interval; if tasks stall for memory earlier, the trigger of
+//! [`PsiWatch`] ends the wait.
 
 use std::time::{Duration, Instant};
 
@@ -29,33 +29,33 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// Readings of one moment. Missing values are `None`.
+/// Readings taken at one time. Missing values are `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
     /// Memory; the reclaimable part of ZFS's cache counts as available.
     pub meminfo: Meminfo,
-    /// Room within the control groups around us, if one has a limit.
+    /// Memory left in the enclosing control groups, if one has a limit.
     pub group: Option<GroupRoom>,
-    /// Counters of reclaim.
+    /// Reclaim counters.
     pub vmstat: Option<Vmstat>,
-    /// Stalls.
+    /// Stall information.
     pub pressure: Option<Pressure>,
     /// The page pool of nvmap.
     pub pool: Option<PagePool>,
     /// GPU memory.
     pub gpu: Option<GpuUse>,
-    /// The part of it that no process holds, at most 10 s old.
+    /// GPU memory held by no process, at most 10 s old.
     pub gpu_orphaned: Option<Bytes>,
-    /// Memory that zram keeps pushed-out pages in.
+    /// Memory used by zram for swapped-out pages.
     pub zram_store: Option<Bytes>,
-    /// The largest free blocks.
+    /// Largest free blocks.
     pub free_blocks: Option<FreeBlocks>,
-    /// Memory of a session's processes, if the budget is that of a session.
+    /// Memory of the session's processes, if the budget covers a session.
     pub scope: Option<MemorySum>,
 }
 
 impl Reading {
-    /// `MemTotal`, or the tightest limit of a control group around us.
+    /// Returns `MemTotal`, or the tightest limit of an enclosing control group.
     #[must_use]
     pub fn total(&self) -> Bytes {
         self.group.map_or(self.meminfo.total, |group| {
@@ -63,7 +63,7 @@ impl Reading {
         })
     }
 
-    /// In the words of policy.
+    /// Converts it to a sample for policy.
     #[must_use]
     pub fn sample(&self, taken_at: Timestamp) -> Sample {
         let stat = self.vmstat.unwrap_or_default();
@@ -77,7 +77,7 @@ impl Reading {
             },
             gpu: GpuReading {
                 cma_free: self.meminfo.cma_free,
-                // Not `NvMapMemFree`: where the kernel prints it, its own estimate of available memory includes it.
+                // Not `NvMapMemFree`: kernels that print it include it in their own estimate of available memory.
                 nvmap_pool: self.pool.map(|pool| pool.bytes()),
                 gpu_used: self.gpu,
                 gpu_orphaned: self.gpu_orphaned,
@@ -107,7 +107,7 @@ impl Reading {
     }
 }
 
-/// Keeps the files of a sample open.
+/// Sampler with open files.
 #[derive(Debug)]
 pub struct Sampler {
     session: Option<SessionReader>,
@@ -124,8 +124,8 @@ pub struct Sampler {
     orphans: Orphans,
 }
 
-/// GPU memory without a process: nvmap's allocations beyond the rows of its table. Memory shared by two processes is in
-/// both rows, so the figure is a lower bound.
+/// GPU memory without a process: nvmap's allocations in excess of its table's rows. Memory shared by two processes is
+/// in both rows, so the figure is a lower bound.
 #[derive(Debug)]
 struct Orphans {
     nvmap: Option<Nvmap>,
@@ -149,17 +149,17 @@ impl Orphans {
     }
 }
 
-/// The table has a line for each process and is written by the kernel again for each reader.
+/// The table has a line per process, and the kernel generates it again for each reader.
 const ORPHANS_EVERY: Duration = Duration::from_secs(10);
 
-/// How the memory of the GPU is known.
+/// Source of the GPU memory figure.
 #[derive(Debug)]
 enum GpuCounter {
     /// `stats/total_memory` of nvmap, as root.
     Counted(Source),
-    /// From unaccounted memory; with its value at the first reading.
+    /// Inferred from unaccounted memory; holds its value at the first reading.
     Inferred(Option<Bytes>),
-    /// The GPU has dedicated memory, or there is none.
+    /// Dedicated GPU memory, or no GPU.
     Apart,
 }
 
@@ -196,13 +196,13 @@ impl GpuCounter {
 }
 
 impl Sampler {
-    /// Opens the files that this machine has.
+    /// Opens the files present on this machine.
     ///
-    /// With a session, each reading lists all processes, 1.7 ms for 120 of them on an x86-64 server, and reads page
-    /// tables of new and shrunken ones, so read on a thread that may block.
+    /// With a session, each reading lists all processes (1.7 ms for 120 on an x86-64 server) and reads page tables of
+    /// new and shrunken ones, so it needs a thread that may block.
     ///
     /// # Errors
-    /// When there is no `/proc/meminfo`, or required processes cannot be listed; everything else may be missing.
+    /// If there is no `/proc/meminfo`, or processes are required and cannot be listed; everything else may be missing.
     pub fn open(root: &ProbeRoot, session: Option<u32>) -> Result<Self, ProbeError> {
         let path = root.proc("meminfo");
         let meminfo =
@@ -230,7 +230,7 @@ impl Sampler {
         })
     }
 
-    /// The memory that a budget can be a part of, by this reading, which is the last one.
+    /// Returns the memory that a budget may cover, as of the last `reading`.
     #[must_use]
     pub fn machine(&self, reading: &Reading) -> MachineMemory {
         MachineMemory {
@@ -239,7 +239,7 @@ impl Sampler {
         }
     }
 
-    /// Whether the machine of `reading` differs from `known`, without building it.
+    /// Returns whether the machine of `reading` differs from `known`, without constructing it.
     #[must_use]
     pub fn has_changed(&self, reading: &Reading, known: &MachineMemory) -> bool {
         reading.total() != known.total || self.limited_by(reading) != known.limited_by.as_deref()
@@ -251,23 +251,23 @@ impl Sampler {
             .filter(|_| reading.total() < reading.meminfo.total)
     }
 
-    /// Whether each reading lists all processes.
+    /// Returns whether each reading lists all processes.
     #[must_use]
     pub const fn is_of_session(&self) -> bool {
         self.session.is_some()
     }
 
-    /// Counts these processes and their descendants with the session, though they belong to another one.
+    /// Includes these processes and their descendants in the session, although they belong to another one.
     pub fn count_too(&mut self, pids: impl IntoIterator<Item = u32>) {
         if let Some(session) = &mut self.session {
             session.count_too(pids);
         }
     }
 
-    /// Reads everything now.
+    /// Takes a reading.
     ///
     /// # Errors
-    /// When memory cannot be read, or the processes of the session cannot be listed. Other unreadable values are `None`
+    /// If memory cannot be read, or the processes of the session cannot be listed. Other unreadable values are `None`
     /// in the reading.
     pub fn read(&mut self) -> Result<Reading, ProbeError> {
         let meminfo = match self.meminfo.read() {
@@ -298,7 +298,7 @@ impl Sampler {
         })
     }
 
-    /// Whether there is something to [`refresh`](Self::refresh).
+    /// Returns whether [`refresh`](Self::refresh) has work.
     #[must_use]
     pub fn wants_refresh(&self) -> bool {
         self.session
@@ -306,7 +306,7 @@ impl Sampler {
             .is_some_and(|session| session.wants_refresh(Instant::now()))
     }
 
-    /// Updates the basis of the next readings, for some milliseconds; to be called after the last one was delivered.
+    /// Updates the basis of the next readings for some milliseconds; call it after the last reading was delivered.
     pub fn refresh(&mut self) {
         if let Some(session) = &mut self.session {
             session.refresh(Instant::now());
@@ -314,10 +314,10 @@ impl Sampler {
     }
 }
 
-/// Why a wait ended.
+/// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// Its time was over.
+    /// The interval elapsed.
     Interval,
     /// Tasks stalled for memory.
     Stall,
@@ -331,7 +331,7 @@ pub struct Ticker {
 }
 
 impl Ticker {
-    /// Waits with the trigger of `watch`, if it has one that the runtime can watch. Call it inside a runtime.
+    /// Uses the trigger of `watch`, if it has one that the runtime can watch. Call it inside a runtime.
     #[must_use]
     pub fn new(watch: PsiWatch) -> Self {
         let alarm = watch.trigger.and_then(|trigger| match PsiAlarm::new(trigger) {
@@ -366,19 +366,18 @@ impl Ticker {
         }
     }
 
-    /// Access to stall information on this host.
+    /// Returns the access to stall information on this host.
     #[must_use]
     pub fn rung(&self) -> PsiRung {
         self.rung
     }
 }
 
-/// The text of a file that may be missing, or that may have stopped to answer.
+/// Reads a file that may be missing, or whose reads may fail.
 fn text(source: &mut Option<Source>) -> Option<&[u8]> {
     source.as_mut()?.read().ok()
 }
 
-/// A file with one number.
 fn pages(source: &mut Option<Source>) -> Option<u64> {
     number(text(source)?.trim_ascii())
 }

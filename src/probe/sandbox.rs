@@ -7,25 +7,25 @@ use super::{
     source::{number, read_optional},
 };
 
-/// Status of one process of the supervisor, from `/proc/PID/status`.
+/// Status of a supervisor process, from `/proc/PID/status`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sandbox {
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Its effective user.
+    /// Effective user id.
     pub uid: u32,
-    /// `NoNewPrivs`: no program that it starts gains rights.
+    /// `NoNewPrivs`: programs that it starts gain no rights.
     pub no_new_privileges: bool,
     /// Whether system calls are filtered (`Seccomp: 2`).
     pub filtered: bool,
-    /// `CapEff`: its effective capabilities.
+    /// `CapEff`: effective capabilities.
     pub effective: u64,
-    /// `CapBnd`: the most that it and its children may ever do.
+    /// `CapBnd`: upper bound for it and its children.
     pub bounding: u64,
 }
 
 impl Sandbox {
-    /// Statuses of all running supervisors: processes called `cotenant` with the argument `serve`.
+    /// Returns the statuses of all running supervisors: processes named `cotenant` with the argument `serve`.
     #[must_use]
     pub fn of_daemons(root: &ProbeRoot) -> Vec<Self> {
         let entries = fs::read_dir(&root.proc).into_iter().flatten().flatten();
@@ -87,7 +87,7 @@ impl fmt::Display for Sandbox {
     }
 }
 
-/// Names of capabilities in a mask.
+/// Lists the names of capabilities in a mask.
 fn named(mask: u64) -> String {
     let all = (1u64 << NAMES.len()) - 1;
     if mask & all == all {
@@ -107,7 +107,7 @@ fn named(mask: u64) -> String {
     }
 }
 
-/// `linux/capability.h`, in the order of their numbers.
+/// Names from `linux/capability.h`, ordered by number.
 const NAMES: [&str; 41] = [
     "CHOWN",
     "DAC_OVERRIDE",
@@ -152,5 +152,5 @@ const NAMES: [&str; 41] = [
     "CHECKPOINT_RESTORE",
 ];
 
-/// Our choice; a board has some hundred processes.
+/// Our choice: a board runs a few hundred processes.
 const ENTRIES_MAX: usize = 20_000;

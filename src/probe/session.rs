@@ -6,9 +6,9 @@
 //!   PSS   ──► of the members, from their page tables                        10 ms for each GiB
 //! ```
 //!
-//! Page tables are read when a process is new, when it has shrunk, and in turn; between two readings a growing process
-//! counts with its last PSS plus its RSS growth, which is never too little. So a neighbour that fills memory is seen at
-//! once, without a walk of its page tables. Nothing is allocated once the lists have reached their size.
+//! Page tables are read when a process is new, when it has shrunk, and in rotation; between two readings, a growing
+//! process counts with its last PSS plus its RSS growth, an upper bound. A process that fills memory is thus noticed at
+//! once, without a walk of its page tables. Once the lists have reached their size, nothing is allocated.
 
 use std::{
     fmt::Write as _,
@@ -25,7 +25,7 @@ use super::{
 };
 use cotenant_units::{Bytes, page};
 
-/// Reads a session, its descendants, and some other processes with theirs.
+/// Reader of a session, its descendants, and additional processes with theirs.
 #[derive(Debug)]
 pub(super) struct SessionReader {
     root: ProbeRoot,
@@ -33,8 +33,7 @@ pub(super) struct SessionReader {
     others: Vec<u32>,
     folder: File,
     found: Vec<Found>,
-    /// By process id.
-    /// Processes whose main thread has ended, each with a thread that shows their memory.
+    /// Processes whose main thread has ended, each with a thread that shows their memory; sorted by process id.
     threads: Vec<(u32, u32)>,
     members: Vec<Member>,
     path: String,
@@ -42,7 +41,6 @@ pub(super) struct SessionReader {
     page: u64,
 }
 
-/// A process in the list.
 #[derive(Clone, Copy, Debug)]
 struct Found {
     pid: u32,
@@ -52,15 +50,15 @@ struct Found {
     is_member: bool,
 }
 
-/// A process of the session, and its last readings.
+/// Process of the session, and its last readings.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     pid: u32,
     start_ticks: u64,
-    /// By its page tables; its RSS where they are not for us.
+    /// From its page tables; its RSS if they are unreadable.
     pss: Bytes,
     by_rss: bool,
-    /// Its RSS when its page tables were read.
+    /// Its RSS at that reading of its page tables.
     rss_then: Bytes,
     rss: Bytes,
     read_at: Option<Instant>,
@@ -68,7 +66,6 @@ struct Member {
 }
 
 impl SessionReader {
-    /// Opens the list of processes.
     pub(super) fn open(root: &ProbeRoot, session: u32) -> Result<Self, ProbeError> {
         let folder = File::open(&root.proc)
             .map_err(|error| ProbeError::io("processes", &root.proc, error))?;
@@ -86,12 +83,12 @@ impl SessionReader {
         })
     }
 
-    /// Counts these processes and their descendants too, though they belong to another session.
+    /// Includes these processes and their descendants, although they belong to another session.
     pub(super) fn count_too(&mut self, pids: impl IntoIterator<Item = u32>) {
         self.others.extend(pids);
     }
 
-    /// Their current memory, never too little: growth since page tables were read counts in full.
+    /// Returns an upper bound of their current memory: growth since page tables were read counts in full.
     pub(super) fn read(&mut self, now: Instant) -> Result<MemorySum, ProbeError> {
         self.list()
             .map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
@@ -110,8 +107,8 @@ impl SessionReader {
         Ok(sum)
     }
 
-    /// Reads the oldest page-table readings again, for a few milliseconds, as the basis of the next reading. To be
-    /// called after the reading has been delivered.
+    /// Renews the oldest page-table readings for a few milliseconds, as the basis of the next reading; call it after
+    /// the reading was delivered.
     pub(super) fn refresh(&mut self, now: Instant) {
         let ends = Instant::now() + REFRESH;
         while Instant::now() < ends {
@@ -127,22 +124,21 @@ impl SessionReader {
         }
     }
 
-    /// Whether there is something to refresh.
     pub(super) fn wants_refresh(&self, now: Instant) -> bool {
         self.members.iter().any(|member| member.is_stale(now))
     }
 
-    /// Lists all processes, by `getdents64` into our buffer.
+    /// Lists all processes by `getdents64` into a reused buffer.
     fn list(&mut self) -> io::Result<()> {
         self.found.clear();
         self.threads.clear();
-        // SAFETY: the descriptor is open; it only moves the place where the list is read from.
+        // SAFETY: the descriptor is open; the call only moves its position.
         if unsafe { libc::lseek(self.folder.as_raw_fd(), 0, libc::SEEK_SET) } < 0 {
             return Err(io::Error::last_os_error());
         }
         let mut entries = [0u8; 8192];
         loop {
-            // SAFETY: the kernel writes at most as many bytes as the buffer has.
+            // SAFETY: the kernel writes at most the length of the buffer.
             let length = unsafe {
                 libc::syscall(
                     libc::SYS_getdents64,
@@ -166,7 +162,7 @@ impl SessionReader {
         }
     }
 
-    /// Identity of a process; `None` when it has ended meanwhile.
+    /// Reads the identity of a process; `None` if it has ended.
     fn find(&mut self, pid: u32) -> Option<Found> {
         let text = self.file(pid, "stat").ok()?;
         let stat = ProcessStat::parse(text)?;
@@ -235,7 +231,7 @@ impl SessionReader {
         }
     }
 
-    /// Looks how large a member is; reads its page tables when that is not known, or has become less.
+    /// Reads the RSS of a member, and its page tables if their reading is missing or the RSS has fallen.
     fn look(&mut self, index: usize, now: Instant) {
         let Some(member) = self
             .members
@@ -272,22 +268,22 @@ impl SessionReader {
             member.is_there = false;
             return;
         };
-        // Growth while its tables were read counts as grown.
+        // Growth during the reading of its tables counts as growth.
         member.rss_then = rss;
         member.rss = member.rss.max(rss);
         match read {
             Ok(Some(memory)) => {
                 (member.pss, member.by_rss) = (memory.pss, false);
             }
-            // It no longer has memory.
+            // It has no memory any more.
             Ok(None) => member.pss = Bytes::ZERO,
             Err(error) if is_gone(&error) => member.is_there = false,
-            // Another user's: its shared memory counts in full.
+            // Another user's process: its shared memory counts in full.
             Err(_) => (member.pss, member.by_rss) = (rss, true),
         }
     }
 
-    /// `VmRSS` by the kernel's counters.
+    /// Reads `VmRSS` from the kernel's counters.
     fn resident(&mut self, pid: u32) -> Option<Bytes> {
         let page = self.page;
         let text = self.file(pid, "statm").ok()?;
@@ -295,7 +291,6 @@ impl SessionReader {
         Some(Bytes::new(pages).saturating_mul(page))
     }
 
-    /// The text of a small file of a process.
     fn file(&mut self, pid: u32, name: &str) -> io::Result<&[u8]> {
         self.path.clear();
         let folder = self.root.proc.display();
@@ -311,7 +306,7 @@ impl SessionReader {
 }
 
 impl Member {
-    /// Whether its page tables should be read: now and then, and whenever it is cheap and useful.
+    /// Returns whether to read its page tables: periodically, and whenever that is cheap and useful.
     fn is_stale(&self, now: Instant) -> bool {
         let Some(read_at) = self.read_at else {
             return true;
@@ -321,26 +316,26 @@ impl Member {
     }
 }
 
-/// The name of the first entry of a list by `getdents64`, and the rest of the list.
+/// Returns the name of the first entry of a `getdents64` list, and the remaining list.
 fn entry(list: &[u8]) -> Option<(&[u8], &[u8])> {
-    // Inode and offset of 8 bytes each, length of 2, type of 1, then the name with a zero at its end.
+    // Inode and offset of 8 bytes each, length of 2, type of 1, then the NUL-terminated name.
     let length = usize::from(u16::from_ne_bytes(list.get(16..18)?.try_into().ok()?));
     let name = list.get(19..length)?;
     let end = name.iter().position(|byte| *byte == 0)?;
     Some((name.get(..end)?, list.get(length..)?))
 }
 
-/// Processes that are listed without making a list longer; more is fine, and allocates.
+/// Initial capacity of the process list; more processes cause an allocation.
 const LISTED: usize = 1024;
-/// `stat`, `statm` and `smaps_rollup` have less.
+/// Upper bound of `stat`, `statm` and `smaps_rollup`.
 const TEXT: usize = 4096;
-/// By how much the counter of a process may be wrong: threads and processors keep some of it to themselves.
+/// Error of a process's RSS counter: threads and processors keep part of it locally.
 const NOISE: Bytes = Bytes::from_mib(1);
-/// A process whose page tables are read in well under a millisecond.
+/// Size of a process whose page tables are read in well under a millisecond.
 const SMALL: Bytes = Bytes::from_mib(64);
-/// For how long page tables are read after a sample (our choice: some 512 MiB of small pages).
+/// Time for refreshing page tables after a sample (our choice: some 512 MiB of small pages).
 const REFRESH: Duration = Duration::from_millis(5);
-/// Greatest age of a reading of page tables: sharing with others may have changed.
+/// Greatest age of a page-table reading: sharing with other processes may have changed.
 const STALE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -351,7 +346,7 @@ mod tests {
 
     use super::*;
 
-    /// Processes made of files.
+    /// Process folder made of files.
     struct Machine(tempfile::TempDir);
 
     impl Machine {
@@ -427,7 +422,7 @@ mod tests {
         let mut reader = machine.reader(10);
         let start = Instant::now();
         assert_eq!(mib(reader.read(start).unwrap()), 150);
-        // It fills memory; its shared part is unknown until its tables are read again.
+        // It fills memory; its shared part is unknown until its tables are read.
         machine.rss(10, 300).pss(10, 170);
         assert_eq!(mib(reader.read(start).unwrap()), 250);
         assert!(
@@ -439,10 +434,10 @@ mod tests {
         reader.refresh(later);
         assert!(!reader.wants_refresh(later));
         assert_eq!(mib(reader.read(later).unwrap()), 170);
-        // It shrinks: only memory that the tables confirm is gone.
+        // It shrinks: only memory confirmed by the tables is deducted.
         machine.rss(10, 280).pss(10, 160);
         assert_eq!(mib(reader.read(later).unwrap()), 160);
-        // Another program with the same number is another process.
+        // Another program with the same id is another process.
         fs::remove_dir_all(machine.folder(10)).unwrap();
         machine.process(10, 1, 10);
         let stat = fs::read_to_string(machine.folder(10).join("stat"))
@@ -473,7 +468,7 @@ mod tests {
         machine.process(10, 1, 10);
         let tables = machine.folder(10).join("smaps_rollup");
         fs::remove_file(&tables).unwrap();
-        // Reading a folder fails, as reading another user's tables does.
+        // Reading a folder fails, like reading another user's tables.
         fs::create_dir(&tables).unwrap();
         let sum = machine.reader(10).read(Instant::now()).unwrap();
         assert_eq!((mib(sum), sum.by_rss), (8, 1));

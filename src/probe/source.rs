@@ -1,4 +1,4 @@
-//! Files that are read repeatedly, and shared pieces of parsers.
+//! Repeatedly read files, and shared pieces of parsers.
 
 use std::{
     fs::File,
@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A file kept open and read from its start each time: no path lookup, no allocation after the first reading.
+/// File kept open and read from its start each time: no path lookup, no allocation after the first reading.
 #[derive(Debug)]
 pub(super) struct Source {
     path: PathBuf,
@@ -16,7 +16,6 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens the file.
     pub(super) fn open(path: PathBuf) -> io::Result<Self> {
         let file = File::open(&path)?;
         Ok(Self {
@@ -26,12 +25,11 @@ impl Source {
         })
     }
 
-    /// Opens the file if the system has it and lets us read it.
+    /// Opens the file if it exists and is readable.
     pub(super) fn open_optional(path: PathBuf) -> Option<Self> {
         Self::open(path).ok()
     }
 
-    /// Its whole text now.
     pub(super) fn read(&mut self) -> io::Result<&[u8]> {
         let mut length = 0;
         loop {
@@ -52,13 +50,12 @@ impl Source {
         Ok(self.buffer.get(..length).unwrap_or_default())
     }
 
-    /// Its path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Reads a small file as it is now; at most [`TEXT_MAX`] of it.
+/// Reads at most [`TEXT_MAX`] of a small file.
 pub(super) fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
     use io::Read;
     let mut bytes = Vec::new();
@@ -68,28 +65,27 @@ pub(super) fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Reads a small file that may be missing or closed to us.
+/// Reads a small file that may be missing or unreadable.
 pub(super) fn read_optional(path: &Path) -> Option<Vec<u8>> {
     read_bytes(path).ok()
 }
 
-/// Reads a file that holds one number.
 pub(super) fn read_number(path: &Path) -> Option<u64> {
     number(read_optional(path)?.trim_ascii())
 }
 
-/// Lines with their numbers, from 1.
+/// Returns lines with their numbers, from 1.
 pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
     (1..).zip(text.split(|b| *b == b'\n'))
 }
 
-/// Words between blanks and tabs.
+/// Returns words separated by blanks and tabs.
 pub(super) fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> + Clone {
     line.split(|b| matches!(b, b' ' | b'\t'))
         .filter(|word| !word.is_empty())
 }
 
-/// A decimal number without sign.
+/// Parses a decimal number without sign.
 pub(super) fn number(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() {
         return None;
@@ -100,10 +96,10 @@ pub(super) fn number(digits: &[u8]) -> Option<u64> {
     })
 }
 
-/// Enough for `/proc/vmstat`, the longest file of a sample.
+/// Sufficient for `/proc/vmstat`, the longest file of a sample.
 const FIRST_BUFFER: usize = 8 * 1024;
 
-/// No file read here is longer; `iovmm/clients` has about 100 bytes per process.
+/// Longer than any file read here; `iovmm/clients` has about 100 bytes per process.
 const TEXT_MAX: usize = 1 << 20;
 
 #[cfg(test)]

@@ -8,32 +8,32 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// One line of `/proc/swaps`.
+/// Line of `/proc/swaps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwapDevice {
-    /// File or device; blanks are written as `\040`, as the kernel does.
+    /// File or device; the kernel writes blanks as `\040`.
     pub name: String,
-    /// How much it can hold.
+    /// Its capacity.
     pub size: Bytes,
-    /// How much it holds.
+    /// Its used part.
     pub used: Bytes,
 }
 
 impl SwapDevice {
-    /// Whether it is compressed memory rather than storage.
+    /// Returns whether it is compressed memory rather than storage.
     #[must_use]
     pub fn is_zram(&self) -> bool {
         self.name.starts_with("/dev/zram")
     }
 }
 
-/// The swap devices in use; none when there are none, or the kernel has no swap.
+/// Returns the active swap devices; empty without swap.
 #[must_use]
 pub fn devices(root: &ProbeRoot) -> Vec<SwapDevice> {
     read_optional(&root.proc("swaps")).map_or_else(Vec::new, |text| parse(&text))
 }
 
-/// Parses the text of `/proc/swaps`; lines of another form are passed over.
+/// Parses the text of `/proc/swaps`; other lines are skipped.
 #[must_use]
 pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
     lines(text)
@@ -51,15 +51,15 @@ pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
         .collect()
 }
 
-/// Memory that all zram devices together occupy: the third field of `mm_stat`. `None` without zram.
+/// Returns the memory used by all zram devices: the third field of `mm_stat`. `None` without zram.
 ///
-/// On a full board it is the second largest tenant: 3.9 GB were seen for 6.6 GB stored.
+/// On a full board it is the second largest consumer: 3.9 GB for 6.6 GB of stored pages were observed.
 #[must_use]
 pub fn zram_store(root: &ProbeRoot) -> Option<Bytes> {
     ZramStore::open(root).read()
 }
 
-/// The files that [`zram_store`] is the sum of, kept open.
+/// Files that [`zram_store`] sums up, kept open.
 #[derive(Debug)]
 pub(super) struct ZramStore(Vec<Source>);
 

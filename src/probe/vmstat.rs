@@ -1,40 +1,40 @@
-//! Counters of `/proc/vmstat` that show reclaim early.
+//! Counters of `/proc/vmstat` as early signs of reclaim.
 
 use super::{
     ProbeError, ProbeRoot,
     source::{lines, number, read_bytes},
 };
 
-/// Counters since boot; a kernel may lack any of them.
+/// Counters since boot; each may be missing on a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Vmstat {
-    /// `workingset_refault_file`, or `workingset_refault` of kernels before 5.9: pages read again soon after they were
-    /// dropped. The earliest sign of thrash.
+    /// `workingset_refault_file`, or `workingset_refault` before Linux 5.9: pages read again soon after their eviction.
+    /// The earliest sign of thrashing.
     pub refaults_file: Option<u64>,
-    /// `pgscan_direct`: pages looked at by a process that wanted memory.
+    /// `pgscan_direct`: pages scanned in direct reclaim by an allocating process.
     pub pgscan_direct: Option<u64>,
-    /// Sum of `allocstall_*` over all zones: how often a process had to wait for memory.
+    /// Sum of `allocstall_*` over all zones: number of direct reclaims.
     pub allocstalls: Option<u64>,
     /// `pswpin`, pages.
     pub swap_ins: Option<u64>,
-    /// `oom_kill`: processes that the kernel killed for want of memory.
+    /// `oom_kill`: processes killed by the kernel because memory was exhausted.
     pub oom_kills: Option<u64>,
-    /// `cma_alloc_fail`, since Linux 5.13: contiguous memory that was refused.
+    /// `cma_alloc_fail`, since Linux 5.13: failed contiguous allocations.
     pub cma_failures: Option<u64>,
 }
 
 impl Vmstat {
-    /// Reads it now.
+    /// Reads `/proc/vmstat`.
     ///
     /// # Errors
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn read(root: &ProbeRoot) -> Result<Self, ProbeError> {
         let path = root.proc("vmstat");
         let text = read_bytes(&path).map_err(|error| ProbeError::io("counters", &path, error))?;
         Ok(Self::parse(&text))
     }
 
-    /// Parses the text of `/proc/vmstat`; lines of another form are passed over.
+    /// Parses the text of `/proc/vmstat`; other lines are skipped.
     #[must_use]
     pub fn parse(text: &[u8]) -> Self {
         let mut stat = Self::default();

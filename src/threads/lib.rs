@@ -1,7 +1,7 @@
 //! Threads for blocking work: reading files, parsing, computing.
 //!
-//! tokio's own pool panics if the system provides no thread, or holds the work until it does. Here work waits for a
-//! thread for up to `WAIT_MAX` and is then refused with the system's error.
+//! If the system provides no thread, tokio's own pool panics or holds the work until one is available. This pool waits
+//! for up to `WAIT_MAX` and then refuses the work with the system's error.
 
 use std::{
     any::Any,
@@ -27,7 +27,7 @@ pub enum NotDone {
     /// It was not started, and may be retried.
     #[error("no thread is free for it: {0}")]
     NoThread(#[source] io::Error),
-    /// It panicked.
+    /// It panicked; with the message.
     #[error("it panicked: {0}")]
     Panicked(String),
 }
@@ -35,7 +35,7 @@ pub enum NotDone {
 /// Starts the permanent threads.
 ///
 /// # Errors
-/// The system does not provide them.
+/// If the system does not provide them.
 pub fn start() -> io::Result<()> {
     let mut pool = locked(&POOL);
     while pool.threads < THREADS_MIN {
@@ -47,7 +47,7 @@ pub fn start() -> io::Result<()> {
 /// Runs work on a pool thread; it continues if the returned future is dropped.
 ///
 /// # Errors
-/// It panics, or no thread was free for `WAIT_MAX`: then it was not started.
+/// If it panics, or was not started because no thread was free for `WAIT_MAX`.
 pub fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = Result<T, NotDone>> + Send {
@@ -100,7 +100,7 @@ fn in_words(panic: &(dyn Any + Send)) -> String {
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Queued work by number, and its threads.
+/// Queue of work by number, and its threads.
 struct Pool {
     queue: VecDeque<(u64, Work)>,
     next: u64,
@@ -112,7 +112,7 @@ impl Pool {
     /// Queues work, and adds a thread if none is idle.
     ///
     /// # Errors
-    /// The number of the work if no thread could be added: it waits for a busy one.
+    /// Returns the number of the work if no thread could be added: it waits for a busy one.
     fn push(&mut self, work: Work) -> Result<(), u64> {
         let number = self.next;
         self.next += 1;
@@ -179,7 +179,7 @@ static ADDED: Condvar = Condvar::new();
 
 /// Permanent threads. Our choice: one may wait for a hanging disk.
 pub const THREADS_MIN: usize = 2;
-/// Our choice: request limits keep the number far below.
+/// Our choice: request limits keep the number of threads far below.
 const THREADS_MAX: usize = 64;
 /// Longest wait of work for a thread. Our choice: shorter than the read timeouts of clients.
 const WAIT_MAX: Duration = Duration::from_secs(2);
@@ -196,14 +196,15 @@ mod tests {
 
     use super::*;
 
-    /// Switches to another user, because the thread limit does not apply to root. The kernel does this per thread.
+    /// Switches to another user, because the thread limit does not apply to root. The kernel keeps credentials per
+    /// thread.
     fn drop_privileges() {
         const OTHER_UID: libc::c_long = 65_534;
         // SAFETY: the call changes the credentials of this thread and no memory.
         let _ = unsafe { libc::syscall(libc::SYS_setresuid, OTHER_UID, OTHER_UID, OTHER_UID) };
     }
 
-    /// A single test, because the limit applies to the process.
+    /// One test for both, because the limit applies to the whole process.
     #[test]
     fn work_without_a_thread_is_refused_and_work_behind_a_busy_one_waits() {
         drop_privileges();

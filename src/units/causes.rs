@@ -2,8 +2,8 @@
 
 use std::error::Error;
 
-/// The error and its causes on one line, outermost first: `cannot read the model: No such file or directory`. Parts may
-/// come from others at any length: each is truncated to `CHARS_MAX`.
+/// Renders the error and its causes on one line, outermost first: `cannot read the model: No such file or directory`.
+/// Causes from other code may have any length: each is truncated to `CHARS_MAX`.
 #[must_use]
 pub fn in_one_line(error: &dyn Error) -> String {
     let mut text = cut(error.to_string());
@@ -23,7 +23,7 @@ fn cut(mut text: String) -> String {
     text
 }
 
-/// Our choice: longer than every message of ours.
+/// Our choice: longer than any of our own messages.
 const CHARS_MAX: usize = 1000;
 
 #[cfg(test)]

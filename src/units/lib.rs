@@ -40,7 +40,7 @@ impl Bytes {
     /// The largest representable number.
     pub const MAX: Self = Self(u64::MAX);
 
-    /// A number of bytes as given.
+    /// Wraps a number of bytes.
     #[must_use]
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
@@ -64,31 +64,31 @@ impl Bytes {
         Self(gib.saturating_mul(1 << 30))
     }
 
-    /// The length of something in memory.
+    /// Returns the length of an object in memory as bytes.
     #[must_use]
     pub const fn of_len(len: usize) -> Self {
         Self(len as u64)
     }
 
-    /// As a plain number.
+    /// Returns the plain number.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// As a length in memory; saturates at the size of the address space.
+    /// Returns the size as a length in memory; saturates at the size of the address space.
     #[must_use]
     pub fn as_len(self) -> usize {
         usize::try_from(self.0).unwrap_or(usize::MAX)
     }
 
-    /// Whole MiB, rounded down.
+    /// Returns whole MiB, rounded down.
     #[must_use]
     pub const fn whole_mib(self) -> u64 {
         self.0 >> 20
     }
 
-    /// The sum, or `None` on overflow.
+    /// Returns the sum, or `None` on overflow.
     #[must_use]
     pub const fn checked_add(self, other: Self) -> Option<Self> {
         match self.0.checked_add(other.0) {
@@ -97,7 +97,7 @@ impl Bytes {
         }
     }
 
-    /// The difference, or `None` when `other` is larger.
+    /// Returns the difference, or `None` if `other` is larger.
     #[must_use]
     pub const fn checked_sub(self, other: Self) -> Option<Self> {
         match self.0.checked_sub(other.0) {
@@ -106,32 +106,32 @@ impl Bytes {
         }
     }
 
-    /// The saturating sum.
+    /// Returns the saturating sum.
     #[must_use]
     pub const fn saturating_add(self, other: Self) -> Self {
         Self(self.0.saturating_add(other.0))
     }
 
-    /// The difference, or zero if `other` is larger.
+    /// Returns the difference, or zero if `other` is larger.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// `count` times as much; saturates.
+    /// Multiplies by `count`; saturates.
     #[must_use]
     pub const fn saturating_mul(self, count: u64) -> Self {
         Self(self.0.saturating_mul(count))
     }
 
-    /// This many thousandths, rounded down; computed exactly in 128 bits.
+    /// Returns `part` thousandths of it, rounded down; computed exactly in 128 bits.
     #[must_use]
     pub fn per_mille(self, part: u32) -> Self {
         let exact = u128::from(self.0) * u128::from(part) / 1000;
         Self(u64::try_from(exact).unwrap_or(u64::MAX))
     }
 
-    /// Rounded up to a multiple of `unit`; unchanged if `unit` is zero.
+    /// Rounds up to a multiple of `unit`; unchanged if `unit` is zero.
     #[must_use]
     pub const fn round_up(self, unit: Self) -> Self {
         match self.0.checked_next_multiple_of(unit.0) {
@@ -141,8 +141,8 @@ impl Bytes {
     }
 }
 
-/// The kernel's page size, its allocation unit: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up to 64
-/// KiB on other arm64 machines.
+/// Returns the kernel's page size, its allocation unit: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up
+/// to 64 KiB on other arm64 machines.
 #[must_use]
 pub fn page() -> Bytes {
     static PAGE: OnceLock<Bytes> = OnceLock::new();
@@ -156,7 +156,8 @@ pub fn page() -> Bytes {
 }
 
 impl fmt::Display for Bytes {
-    /// At most one decimal in the largest binary unit with a non-zero integer part: `1.5 GiB`, `412 MiB`, `17 B`.
+    /// Prints at most one decimal in the largest binary unit with a non-zero integer part: `1.5 GiB`, `412 MiB`, `17
+    /// B`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (unit, name) = match self.0 {
             n if n >= 1 << 30 => (1u64 << 30, "GiB"),
@@ -216,13 +217,13 @@ impl Tokens {
     /// Zero tokens.
     pub const ZERO: Self = Self(0);
 
-    /// A number of tokens as given.
+    /// Wraps a number of tokens.
     #[must_use]
     pub const fn new(tokens: u32) -> Self {
         Self(tokens)
     }
 
-    /// As a plain number.
+    /// Returns the plain number.
     #[must_use]
     pub const fn get(self) -> u32 {
         self.0
@@ -246,13 +247,13 @@ impl Layers {
     /// Zero layers.
     pub const ZERO: Self = Self(0);
 
-    /// A number of layers as given.
+    /// Wraps a number of layers.
     #[must_use]
     pub const fn new(layers: u32) -> Self {
         Self(layers)
     }
 
-    /// As a plain number.
+    /// Returns the plain number.
     #[must_use]
     pub const fn get(self) -> u32 {
         self.0
@@ -293,19 +294,19 @@ impl Timestamp {
         Self(millis.saturating_mul(1000))
     }
 
-    /// Microseconds since the start.
+    /// Returns microseconds since the start.
     #[must_use]
     pub const fn as_micros(self) -> u64 {
         self.0
     }
 
-    /// Time since the start.
+    /// Returns the time since the start.
     #[must_use]
     pub const fn since_start(self) -> Duration {
         Duration::from_micros(self.0)
     }
 
-    /// Time by which this is later than `earlier`; zero if it is not.
+    /// Returns the time by which this is later than `earlier`; zero if it is not.
     #[must_use]
     pub const fn saturating_since(self, earlier: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(earlier.0))
@@ -324,7 +325,7 @@ impl Add<Duration> for Timestamp {
 }
 
 impl fmt::Display for Timestamp {
-    /// Seconds with three decimals: `12.345s`.
+    /// Prints seconds with three decimals: `12.345s`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&format!(
             "{}.{:03}s",
@@ -367,7 +368,7 @@ impl fmt::Display for TimeSpan {
     }
 }
 
-/// A number of thousandths of a unit, without trailing zeros.
+/// Prints thousandths of a unit without trailing zeros.
 fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Result {
     let fraction = format!("{:03}", count % 1000);
     match fraction.trim_end_matches('0') {
@@ -376,7 +377,7 @@ fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Resu
     }
 }
 
-/// FNV-1a of a text in 64 bits (draft-eastlake-fnv): the same on every machine, and no protection against an attacker.
+/// Returns the 64-bit FNV-1a hash of a text (draft-eastlake-fnv): the same on every machine; not cryptographic.
 ///
 /// ```
 /// assert_eq!(cotenant_units::fnv1a("foobar"), 0x8594_4171_f739_67e8);

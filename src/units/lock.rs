@@ -1,8 +1,8 @@
-//! Locks that outlive a panic of their holder.
+//! Locking of mutexes that ignores poisoning.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The value of the mutex, locked, also after a panic of an earlier holder.
+/// Locks the mutex, even if an earlier holder panicked.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

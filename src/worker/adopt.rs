@@ -1,7 +1,7 @@
 //! Take-over of workers that outlived their supervisor.
 //!
-//! All required data is in the environment that the worker was started with: present from its first moment, and gone
-//! with it. A separate file could be stale.
+//! All required data is in the environment in which the worker was started, which exists exactly as long as the worker
+//! does. A separate file could be stale.
 
 use std::{
     fs,
@@ -23,47 +23,45 @@ use cotenant_probe::{
 use cotenant_speech::client::Endpoint;
 use cotenant_units::fnv1a;
 
-/// How a worker was started, as it stands in its environment.
+/// Record of how a worker was started, kept in its environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LaunchRecord {
-    /// Name of the worker.
     pub(super) worker: String,
-    /// Place of its supervisors: see [`Successor`](super::spec::Successor).
+    /// Place of its supervisors; see [`Successor`](super::spec::Successor).
     pub(super) place: String,
-    /// Of the specification: a worker with another one is not taken over.
+    /// Hash of its specification; only a worker with an equal one is taken over.
     pub(super) specification: String,
     /// Its address, as `unix:///path` or `tcp://host:port`.
     pub(super) endpoint: Option<String>,
-    /// The variant it was started in.
+    /// Variant in which it was started.
     pub(super) variant: Option<String>,
-    /// Folder of its control group.
     pub(super) group: Option<PathBuf>,
 }
 
-/// A worker of a supervisor that is gone.
+/// Worker that outlived its supervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survivor {
     /// Its process id, also the id of its group.
     pub pid: u32,
     /// Its name.
     pub worker: String,
-    /// The variant it was started in.
+    /// Variant in which it was started.
     pub variant: Option<String>,
-    /// Whether it has been ready before, if known. Such a worker is not checked for signs that it shows only once, such
-    /// as a line of its output.
+    /// Whether it has been ready before, if known. If so, signs that appear only once, such as an output line, are not
+    /// awaited again.
     pub was_ready: bool,
     pub(super) endpoint: Option<Endpoint>,
     pub(super) mark: SupervisorMark,
     pub(super) label: String,
     pub(super) group: Option<PathBuf>,
-    /// In clock ticks since boot.
+    /// Start time in clock ticks since boot.
     pub(super) started: u64,
 }
 
 impl LaunchRecord {
-    /// The record of a start of `spec`; `None` when the worker may not be taken over.
+    /// Returns the record for a start of `spec`; `None` if the worker may not be taken over.
     ///
-    /// Nor when it runs as another user and we are not root: then it could not be looked at.
+    /// This includes a worker of another user unless we are root, since it could not be inspected.
     pub(super) fn of(
         spec: &WorkerSpec,
         endpoint: Option<&Endpoint>,
@@ -85,13 +83,12 @@ impl LaunchRecord {
 }
 
 impl Survivor {
-    /// Whether the process with its id is still the one that was found.
+    /// Returns whether the process with its id is still the one that was found.
     pub(super) fn is_still_there(&self, proc: &Path) -> bool {
         ProcessStat::read(proc, self.pid)
             .is_some_and(|now| now.start_ticks == self.started && !now.is_dead())
     }
 
-    /// About when it was started.
     pub(super) fn started_at(&self, proc: &Path) -> Instant {
         let now = Instant::now();
         let up = fs::read_to_string(proc.join("uptime")).unwrap_or_default();
@@ -106,15 +103,15 @@ impl Survivor {
     }
 }
 
-/// The living workers that supervisors of the place of `specs` have left behind, and that are as `specs` want them: at
-/// most one of each. To be called when no supervisor of this place runs.
+/// Returns the running workers that supervisors of the place of `specs` have left behind and that match `specs`: at
+/// most one for each. Call it while no supervisor of this place runs.
 #[must_use]
 pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
     let mut found: Vec<Survivor> = Vec::new();
     let mut processes = processes::all(proc);
-    // A child in another group carries the same variables; the worker itself is older.
+    // A child in another group inherits the variables; the worker itself is older.
     processes.sort_by_key(|process| process.start_ticks);
     for process in processes {
         if process.is_dead() || process.group != process.pid || process.pid == std::process::id() {
@@ -134,7 +131,7 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
         let Some(label) = variable(WORKER_VARIABLE) else {
             continue;
         };
-        // Anybody can write such variables into the environment of a process of his own.
+        // Any user can put such variables into the environment of their own process.
         let owner = fs::metadata(proc.join(process.pid.to_string())).map(|owner| owner.uid());
         let wanted = specs.iter().any(|spec| {
             let successor = spec
@@ -177,8 +174,8 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     found
 }
 
-/// Waits until processes that have just become a program have an environment, by which they could be recognised: the
-/// kernel lets it be seen an instant after the lock of the place is gone.
+/// Waits until processes that have just executed a program show an environment that identifies them: the kernel
+/// publishes it shortly after the lock of the place is released.
 pub async fn all_visible(roots: &ProbeRoot) {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
@@ -187,7 +184,7 @@ pub async fn all_visible(roots: &ProbeRoot) {
     let unseen = || {
         processes::all(proc).into_iter().any(|process| {
             let folder = proc.join(process.pid.to_string());
-            // Some programs never have one; those are older, or cost this wait once.
+            // Some programs never have an environment; those are older, or cost this wait once.
             !process.is_dead()
                 && process.group == process.pid
                 && process.start_ticks + VISIBLE_TICKS >= now
@@ -200,7 +197,7 @@ pub async fn all_visible(roots: &ProbeRoot) {
     }
 }
 
-/// The number of a user that is given by name or number.
+/// Returns the id of a user given by name or number.
 fn user_id(user: &str) -> Option<u32> {
     let by_name = || nix::unistd::User::from_name(user).ok().flatten();
     user.parse()
@@ -208,29 +205,28 @@ fn user_id(user: &str) -> Option<u32> {
         .or_else(|| by_name().map(|user| user.uid.as_raw()))
 }
 
-/// Names a specification: equal ones have equal names, in one version of this program.
+/// Returns a hash that is the same for equal specifications, within one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
-    // Only a process that could write the configuration as well would gain by a collision.
+    // Collisions are no attack: they help only a process that could change the configuration anyway.
     let hash = fnv1a(&format!("{spec:?}"));
     format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
 }
 
-/// In the environment of a worker that may be taken over: a [`LaunchRecord`] as JSON.
+/// Environment variable of workers that may be taken over: a [`LaunchRecord`] as JSON.
 pub(super) const LAUNCH_VARIABLE: &str = "COTENANT_LAUNCH";
 
-/// In the environment of a worker that may be taken over: path of the file that its supervisor keeps locked.
+/// Environment variable of workers that may be taken over: path of the file that its supervisor keeps locked.
 pub const LOCK_VARIABLE: &str = "COTENANT_LOCK";
 
-/// Ticks of `/proc/PID/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (proc(5)).
+/// Ticks of `/proc/PID/stat` per second: `USER_HZ`, 100 on all supported architectures (proc(5)).
 const TICKS: u64 = 100;
 
-/// How much older than ourselves a process may be that [`all_visible`] waits for: five seconds.
+/// Greatest age of a process, relative to this one, for which [`all_visible`] waits: five seconds.
 const VISIBLE_TICKS: u64 = 5 * TICKS;
 
-/// The longest that [`all_visible`] waits; the kernel needs microseconds, unless it waits for pages.
+/// Longest wait of [`all_visible`]; the kernel needs microseconds, unless it waits for pages.
 const VISIBLE_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Between two looks.
 const VISIBLE_LOOK_EVERY: Duration = Duration::from_millis(1);
 
 #[cfg(test)]
@@ -248,7 +244,7 @@ mod tests {
         }
     }
 
-    /// A folder in place of `/proc` with one process of a supervisor that is gone, and our own.
+    /// Creates a folder in place of `/proc` with this process and a worker of a supervisor that has ended.
     fn proc_with(pid: u32, group: u32, record: &LaunchRecord) -> (tempfile::TempDir, ProbeRoot) {
         let dir = tempfile::tempdir().unwrap();
         let us = std::process::id();
@@ -291,7 +287,7 @@ mod tests {
         assert_eq!(found[0].endpoint, Some(endpoint));
         assert_eq!(found[0].variant.as_deref(), Some("open"));
         assert!(found[0].is_still_there(&roots.proc));
-        // Nor may it be another process of the same id.
+        // Nor may it be another process with the same id.
         let later = Survivor {
             started: 100,
             ..found[0].clone()

@@ -1,8 +1,8 @@
 //! Adoption of processes whose parent has ended (`PR_SET_CHILD_SUBREAPER`).
 //!
-//! A worker adopts its own descendants, so a process that forks twice and begins its own session stays below the
-//! worker: it is measured with it, and ends with it. When the worker has ended they become children of this process,
-//! which has started none of them: a child that was never started here has outlived its worker.
+//! A worker adopts its own descendants, so a process that forks twice and starts its own session stays below the
+//! worker: it is measured with it, and ends with it. When the worker ends, its descendants become children of this
+//! process. A child that this process has not started has therefore outlived its worker.
 
 use std::{
     collections::BTreeSet,
@@ -15,13 +15,13 @@ use std::{
 use cotenant_probe::processes::{self, ProcessStat};
 use cotenant_units::lock::locked;
 
-/// Has the kernel give the calling process those of its descendants whose parent ends. Kept over `execve`, not by
+/// Makes the calling process adopt its descendants when their parent ends. Survives `execve`; not inherited by
 /// children. Async-signal-safe.
 ///
 /// # Errors
 /// Before Linux 3.4.
 pub fn adopt_descendants() -> io::Result<()> {
-    // SAFETY: numbers only.
+    // SAFETY: passes numbers only.
     if unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) } == 0 {
         Ok(())
     } else {
@@ -29,7 +29,7 @@ pub fn adopt_descendants() -> io::Result<()> {
     }
 }
 
-/// Starts a child, known as one from the first moment.
+/// Starts a child and registers it before it can be mistaken for an adopted one.
 pub(super) fn start(command: &mut Command) -> io::Result<Child> {
     let mut children = children();
     let child = command.spawn()?;
@@ -37,14 +37,14 @@ pub(super) fn start(command: &mut Command) -> io::Result<Child> {
     Ok(child)
 }
 
-/// Forgets a child that has been reaped.
+/// Unregisters a child that has been reaped.
 pub(super) fn forget(pid: libc::pid_t) {
     children().remove(&pid.unsigned_abs());
 }
 
-/// Whether a process is a child that this process has not started, and not older than `since`.
+/// Returns whether a process is a child that this process has not started, and is not older than `since`.
 ///
-/// A child in our own process group is one of ours: workers and their children have other groups.
+/// Children in our own process group are excluded: workers and their children have other groups.
 pub(super) fn is_adopted(process: &ProcessStat, since: u64) -> bool {
     process.parent == std::process::id()
         && process.start_ticks >= since
@@ -53,7 +53,7 @@ pub(super) fn is_adopted(process: &ProcessStat, since: u64) -> bool {
         && !children().contains(&process.pid)
 }
 
-/// Makes this process adopt the leftover processes of workers.
+/// Makes this process adopt leftover processes of workers.
 pub(super) fn prepare() {
     if let Err(error) = adopt_descendants() {
         tracing::warn!(%error, "what workers leave behind is found by its environment only");
@@ -61,8 +61,8 @@ pub(super) fn prepare() {
     only_ours();
 }
 
-/// Whether all children that this process adopts come from its workers: not if it is the first process of a container,
-/// nor if the program that became this one had children.
+/// Returns whether all children that this process adopts come from its workers: not if it is the first process of a
+/// container, nor if the program that executed this one had children.
 fn only_ours() -> bool {
     static ONLY: OnceLock<bool> = OnceLock::new();
     *ONLY.get_or_init(|| {
@@ -77,7 +77,7 @@ fn own_group() -> u32 {
     nix::unistd::getpgrp().as_raw().unsigned_abs()
 }
 
-/// The children that this process has started and not reaped; locked while one is started.
+/// Locks the set of children started and not yet reaped; held while one is started.
 fn children() -> MutexGuard<'static, BTreeSet<u32>> {
     static CHILDREN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
     locked(&CHILDREN)

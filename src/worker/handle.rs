@@ -25,12 +25,12 @@ use cotenant_probe::{
 use cotenant_speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient};
 use cotenant_threads::blocking;
 
-/// A worker, running or not.
+/// Handle of a worker, running or not.
 ///
-/// Each has a task that owns the process; the methods send requests to that task. When the last handle is dropped, or
-/// the runtime ends, the worker is killed with its group. No restart happens here. A worker whose specification names a
-/// [successor](WorkerSpec::successor) continues when the whole supervisor is killed, and is [adopted](Self::adopt) by
-/// the next.
+/// Each worker has a task that owns the process; the methods send requests to that task. When the last handle is
+/// dropped, or the runtime ends, the worker is killed with its group. It is never restarted here. A worker whose
+/// specification names a [successor](WorkerSpec::successor) continues if the supervisor is killed, and is
+/// [adopted](Self::adopt) by the next one.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<Shared>,
@@ -39,12 +39,12 @@ pub struct WorkerHandle {
     events: mpsc::Sender<WorkerEvent>,
 }
 
-/// The process of a worker, whichever it is at the time.
+/// Observer of a worker's current process.
 #[derive(Clone, Debug)]
 pub struct WorkerProcess(watch::Receiver<Status>);
 
 impl WorkerProcess {
-    /// Its process id, when there is a process, ready or not.
+    /// Returns its process id if there is a process, ready or not.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.0.borrow().state.pid()
@@ -52,10 +52,9 @@ impl WorkerProcess {
 }
 
 impl WorkerHandle {
-    /// A worker that does not run yet, with a control group for each start where `groups` can have them; needs a tokio
-    /// runtime.
+    /// Creates a stopped worker; each start has its own control group if `groups` supports them. Needs a tokio runtime.
     ///
-    /// A full `events` delays this worker's task, except for measurements, which are then not reported as events.
+    /// If `events` is full, this worker's task blocks, except for measurements, whose events are dropped.
     #[must_use]
     pub fn new(
         spec: WorkerSpec,
@@ -76,11 +75,11 @@ impl WorkerHandle {
         }
     }
 
-    /// Starts it in the given variant, or the first of its specification; returns the process id as soon as the
-    /// program was executed.
+    /// Starts it in the given variant, or in the first of its specification; returns the process id once the program is
+    /// executed.
     ///
     /// # Errors
-    /// When it runs already, or its program cannot be executed; the latter also as an event.
+    /// If it already runs, or its program cannot be executed; the latter also as an event.
     pub async fn start(&self, variant: Option<&str>) -> Result<u32, StartError> {
         if self.state() == WorkerState::Stopped {
             self.shared.renew();
@@ -103,32 +102,32 @@ impl WorkerHandle {
         started.unwrap_or(Err(StartError::Gone))
     }
 
-    /// Takes over a worker that a supervisor before us has started; it counts as ready when it shows so again, or at
-    /// once where it shows it only once and has done so before.
+    /// Takes over a worker started by an earlier supervisor. It counts as ready when it shows so again; if its sign
+    /// appears only once, and was seen before, at once.
     ///
     /// # Errors
-    /// When it runs already, has ended meanwhile, or its output cannot be read.
+    /// If it already runs, has ended meanwhile, or its output cannot be read.
     pub async fn adopt(&self, survivor: Survivor) -> Result<u32, StartError> {
         let survivor = Box::new(survivor);
         let adopted = self.ask(|reply| Command::Adopt { survivor, reply }).await;
         adopted.unwrap_or(Err(StartError::Gone))
     }
 
-    /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification; SIGKILL
-    /// at once where that is zero. `why` goes into its death certificate. `None` when it did not run.
+    /// Ends it and waits: SIGTERM to its group, then SIGKILL after `grace`, or after the grace of its specification;
+    /// immediately if that is zero. `why` appears in its death certificate. `None` if it was not running.
     pub async fn stop_because(&self, grace: Option<Duration>, why: &str) -> Option<ExitReport> {
         let grace = grace.unwrap_or(self.shared.spec().stop_grace);
         self.end(Intent::Stop, grace, why).await
     }
 
-    /// Ends it because it lives and does nothing: SIGABRT to its group, so that it can leave a trace, and SIGKILL after
-    /// the grace of its specification. `None` when it did not run.
+    /// Ends an unresponsive worker: SIGABRT to its group, so that it can leave a trace, then SIGKILL after the grace of
+    /// its specification. `None` if it was not running.
     pub async fn end_hung(&self, why: &str) -> Option<ExitReport> {
         self.end(Intent::Hung, self.shared.spec().stop_grace, why)
             .await
     }
 
-    /// Its current memory; also sent as an event. `None` when it does not run or cannot be read.
+    /// Measures its memory, and sends the result also as an event. `None` if it is not running or cannot be read.
     pub async fn measure(&self) -> Option<MemoryReading> {
         let Status { start, state, .. } = self.status.borrow().clone();
         let pid = state.pid()?;
@@ -139,7 +138,7 @@ impl WorkerHandle {
         })
         .await
         .ok()??;
-        // The process may have ended meanwhile, and its id may have passed to another.
+        // The process may have ended meanwhile, and its id may have been reused.
         if self.status.borrow().start != start || self.status.borrow().state.pid() != Some(pid) {
             return None;
         }
@@ -156,7 +155,7 @@ impl WorkerHandle {
     /// Switches it to another variant, and measures it before and after.
     ///
     /// # Errors
-    /// When it is not ready, has no such variant, or does not do it.
+    /// If it is not ready, has no such variant, or fails to switch.
     pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
         let name = || self.name().to_owned();
         if !self
@@ -195,7 +194,7 @@ impl WorkerHandle {
             variant: answered.variant.clone(),
             reply,
         };
-        // When its task is gone there is nothing left to note it.
+        // If its task is gone, the result is not needed.
         let _ = self.ask(switched).await;
         Ok(ResizeReport {
             variant: answered.variant,
@@ -203,13 +202,13 @@ impl WorkerHandle {
         })
     }
 
-    /// Notifies it of memory pressure. Returns how many of its processes could be notified: none when it does not run,
-    /// or no process has connected to its socket.
+    /// Notifies it of memory pressure. Returns the number of notified processes: 0 if it is not running, or no process
+    /// has connected to its socket.
     pub fn tell_memory_is_short(&self) -> usize {
         self.shared.tap().as_ref().map_or(0, Tap::tell)
     }
 
-    /// Waits until it is ready; `false` when it stops before.
+    /// Waits until it is ready; `false` if it stops before.
     pub async fn ready(&self) -> bool {
         let mut status = self.status.clone();
         let settled = |status: &Status| {
@@ -222,54 +221,54 @@ impl WorkerHandle {
         matches!(state, Ok(WorkerState::Ready { .. }))
     }
 
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Its specification at the last start.
+    /// Returns its specification as of the last start.
     #[must_use]
     pub fn spec(&self) -> Arc<WorkerSpec> {
         self.shared.spec()
     }
 
-    /// Changes its specification from the next start on; its name stays.
+    /// Changes its specification from the next start on, except for its name.
     pub fn change(&self, spec: WorkerSpec) {
         *self.shared.next_spec() = Some(Arc::new(spec));
     }
 
-    /// Whether it runs.
+    /// Returns its state.
     #[must_use]
     pub fn state(&self) -> WorkerState {
         self.status.borrow().state
     }
 
-    /// Its process, for observers: it keeps nothing running.
+    /// Returns an observer of its process, which does not keep it running.
     #[must_use]
     pub fn process(&self) -> WorkerProcess {
         WorkerProcess(self.status.clone())
     }
 
-    /// Its address, while it runs.
+    /// Returns its address while it runs.
     #[must_use]
     pub fn endpoint(&self) -> Option<Endpoint> {
         self.status.borrow().endpoint.clone()
     }
 
-    /// The variant it was started in or last switched to.
+    /// Returns the variant in which it was started, or to which it last switched.
     #[must_use]
     pub fn variant(&self) -> Option<String> {
         self.status.borrow().variant.clone()
     }
 
-    /// Measures of its last start, in force or not.
+    /// Returns the measures of its last start, applied or not.
     #[must_use]
     pub fn measures(&self) -> Vec<Measure> {
         self.shared.measures().clone()
     }
 
-    /// How often it was started.
+    /// Returns how often it was started.
     #[must_use]
     pub fn starts(&self) -> u64 {
         self.status.borrow().start
@@ -286,7 +285,7 @@ impl WorkerHandle {
         self.ask(end).await?
     }
 
-    /// Has its task do something; `None` when that task is gone.
+    /// Sends a request to its task; `None` if that task is gone.
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.ok()?;
@@ -294,16 +293,16 @@ impl WorkerHandle {
     }
 }
 
-/// A worker after a switch.
+/// Result of a switch.
 #[derive(Clone, Debug)]
 pub struct ResizeReport {
-    /// The variant it is in.
+    /// Its present variant.
     pub variant: String,
-    /// Memory measured after it.
+    /// Memory measured afterwards.
     pub after: Option<MemoryReading>,
 }
 
-/// Memory of the family of `leader`; `None` when the leader is gone or invisible, which differs from zero.
+/// Measures the family of `leader`; `None` if the leader is gone or invisible, which differs from zero.
 fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Known>)> {
     let proc = &roots.proc;
     if ProcessStat::read(proc, leader)?.is_dead() {
@@ -319,11 +318,11 @@ fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Kn
     (sum.processes > 0).then_some((MemoryReading { sum, cgroup, gpu }, family))
 }
 
-/// Why a worker was not switched.
+/// Reason why a worker was not switched.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResizeError {
-    /// It is not ready, or not spoken to.
+    /// It is not ready, or its protocol has no switch.
     #[error("cannot switch worker `{worker}`: it is not ready")]
     NotReady {
         /// Its name.
@@ -337,18 +336,18 @@ pub enum ResizeError {
         /// The variant.
         variant: String,
     },
-    /// It did not do it.
+    /// The switch failed.
     #[error("cannot switch worker `{worker}` to `{variant}`")]
     Switch {
         /// Its name.
         worker: String,
         /// The variant.
         variant: String,
-        /// Why not.
+        /// Its error.
         #[source]
         source: ClientError,
     },
 }
 
-/// Requests that may wait for the task of a worker.
+/// Bound of the queue of requests to a worker's task.
 const COMMANDS_QUEUED: usize = 8;

@@ -13,18 +13,17 @@ use super::{
 };
 use cotenant_speech::client::Endpoint;
 
-/// A command line that is ready to run.
 #[derive(Debug)]
 pub(super) struct Launch {
     pub(super) command: Command,
     pub(super) program: String,
     pub(super) endpoint: Option<Endpoint>,
-    /// Keeps its port from other workers as long as it runs.
+    /// Claim that keeps its port from other workers while it runs.
     pub(super) port: Option<Claimed>,
 }
 
 impl Launch {
-    /// Fills in the variables, chooses a port where one is needed, and clears away the socket of an earlier run.
+    /// Substitutes variables, chooses a port if needed, and removes the socket of an earlier run.
     pub(super) fn prepare(spec: &WorkerSpec, variant: Option<&str>) -> Result<Self, LaunchError> {
         let (port, socket) = match &spec.listen {
             Listen::FreePort => (Some(Claimed::free().map_err(LaunchError::Port)?), None),
@@ -88,21 +87,21 @@ impl Launch {
     }
 }
 
-/// Outcome of a hypothetical start.
+/// Result of a hypothetical start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Foreseen {
-    /// Program and arguments; a port that is chosen at the start is shown as `<a free port>`.
+    /// Program and arguments; a port chosen at the start is shown as `<a free port>`.
     pub argv: Vec<String>,
     /// Its address.
     pub endpoint: Option<String>,
-    /// The present user of its port, in words.
+    /// Process that uses its port, in words.
     pub taken_by: Option<String>,
 }
 
-/// Outcome of a start of a worker in its first variant.
+/// Returns the result that a start of a worker in its first variant would have.
 ///
 /// # Errors
-/// Faults that would prevent its command line from being built.
+/// If its command line cannot be built.
 pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
     let (port, socket) = match &spec.listen {
         Listen::FreePort => (Some("<a free port>".to_owned()), None),
@@ -145,8 +144,8 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
     })
 }
 
-/// Whether a worker inherits a variable of the supervisor's environment: those about folders, languages, libraries and
-/// devices, and their use. The others may be secrets of the supervisor or of another worker.
+/// Returns whether a worker inherits a variable of the supervisor's environment: those about folders, languages,
+/// libraries and devices. Others may be secrets of the supervisor or of another worker.
 fn is_inherited(name: &str) -> bool {
     let is_secret = name
         .split('_')
@@ -161,12 +160,11 @@ fn is_inherited(name: &str) -> bool {
                 .any(|prefix| name.starts_with(prefix)))
 }
 
-/// The value of `${ENV:NAME}`, by which a worker is given any other variable of the supervisor's.
+/// Returns the value of `${ENV:NAME}`, which passes any other variable of the supervisor to a worker.
 fn named(variable: &str) -> Option<String> {
     env::var(variable.strip_prefix("ENV:")?).ok()
 }
 
-/// Value of a variable in one start.
 fn value_of(
     spec: &WorkerSpec,
     variant: Option<&str>,
@@ -186,25 +184,25 @@ fn value_of(
     }
 }
 
-/// Why there is no command line.
+/// Reason why a command line cannot be built.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// There is no program.
+    /// The program is missing.
     #[error("argv is empty")]
     Empty,
-    /// A variable that is not known, or has no value in this start.
+    /// An unknown variable, or one without a value in this start.
     #[error("`${{{variable}}}` in `{text}` has no value")]
     Variable {
         /// Its name.
         variable: String,
-        /// The text that contains it.
+        /// Text that contains it.
         text: String,
     },
-    /// A variable that does not end.
+    /// A variable without closing brace.
     #[error("`${{` in `{text}` has no `}}`")]
     Unclosed {
-        /// The text that contains it.
+        /// Text that contains it.
         text: String,
     },
     /// The socket's path is too long for the kernel.
@@ -215,27 +213,27 @@ pub enum LaunchError {
         /// Its length.
         bytes: usize,
     },
-    /// Something else lies in the socket's place.
+    /// The path of the socket is taken by another kind of file.
     #[error("`{}` is in the way of the socket and is not a socket itself", path.display())]
     InTheWay {
         /// The path.
         path: PathBuf,
     },
-    /// The object in the socket's place cannot be removed.
+    /// The old socket cannot be removed.
     #[error("cannot remove `{}`", path.display())]
     Socket {
         /// The path.
         path: PathBuf,
-        /// Why not.
+        /// Its error.
         #[source]
         source: io::Error,
     },
-    /// Another process listens on its port already.
+    /// Another process already listens on its port.
     #[error("port {port} of 127.0.0.1 is taken by {owner}")]
     PortTaken {
         /// The port.
         port: u16,
-        /// The owner, as far as visible.
+        /// The owner, if visible.
         owner: String,
     },
     /// No TCP port is free.
@@ -259,7 +257,7 @@ fn clear(path: &Path) -> Result<(), LaunchError> {
     }
 }
 
-/// `text` with every `${NAME}` replaced.
+/// Returns `text` with every `${NAME}` replaced.
 fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<String, LaunchError> {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;
@@ -280,7 +278,7 @@ fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<Str
     Ok(result)
 }
 
-/// A port as configured, if it is free.
+/// Claims a port as configured, if it is free.
 fn fixed(port: u16) -> Result<Claimed, LaunchError> {
     let taken = |owner| LaunchError::PortTaken { port, owner };
     let claimed = Claimed::fixed(port).ok_or_else(|| taken("another worker".to_owned()))?;
@@ -290,7 +288,7 @@ fn fixed(port: u16) -> Result<Claimed, LaunchError> {
     }
 }
 
-/// Variables by name; those of proxies are written in small letters too.
+/// Names of inherited variables; those of proxies also exist in lower case.
 const INHERITED: [&str; 22] = [
     "ALL_PROXY",
     "COTENANT_ENDPOINT",
@@ -316,7 +314,7 @@ const INHERITED: [&str; 22] = [
     "VIRTUAL_ENV",
 ];
 
-/// Variables by their beginning: of loaders and languages, and of the libraries that speech servers are built on.
+/// Prefixes of inherited variables: loaders, languages, and libraries used by speech servers.
 const INHERITED_PREFIXES: [&str; 30] = [
     "ALSA_",
     "CONDA_",
@@ -350,7 +348,7 @@ const INHERITED_PREFIXES: [&str; 30] = [
     "XDG_",
 ];
 
-/// A variable with one of these words in its name is a secret, whatever it begins with.
+/// Words that mark a variable as secret, even if it has an inherited prefix.
 const SECRET_WORDS: [&str; 12] = [
     "APIKEY",
     "AUTH",
@@ -366,7 +364,7 @@ const SECRET_WORDS: [&str; 12] = [
     "TOKENS",
 ];
 
-/// `sun_path` of unix(7) has 108 bytes with its NUL.
+/// `sun_path` of unix(7) has 108 bytes including its NUL.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
 #[cfg(test)]
@@ -467,7 +465,7 @@ mod tests {
             .collect();
         let expected = format!("{}/asr", env::var("PATH").unwrap());
         assert_eq!(given, [("FOLDER".as_ref(), Some(expected.as_ref()))]);
-        // The tests' own environment has many of cargo's.
+        // The tests' own environment contains many variables of cargo.
         let names: Vec<_> = launch
             .command
             .get_envs()

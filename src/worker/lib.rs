@@ -1,7 +1,7 @@
 //! Workers: ASR, TTS and others as child processes.
 //!
-//! [`spec`] specifies a worker, [`handle`] runs it, `probe` reads its memory. Nothing here decides whether a worker may
-//! start again: the daemon does, and calls [`handle::WorkerHandle::start`].
+//! [`spec`] specifies a worker, [`handle`] runs it, `probe` reads its memory. Restarts are decided by the daemon, which
+//! calls [`handle::WorkerHandle::start`].
 //!
 //! ```text
 //!            start()            describe answers
@@ -11,7 +11,7 @@
 //!     └──── exited ◄──────┴───────────────────► Stopping: SIGTERM to the group, grace, SIGKILL to the group
 //! ```
 //!
-//! [`verbs`] are the built-in workers: two for speech, and the neighbour of demonstrations.
+//! [`verbs`] are the built-in workers: two for speech, and one that only takes memory.
 
 pub mod adopt;
 pub mod confine;

@@ -13,24 +13,22 @@ use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 use cotenant_units::Bytes;
 use cotenant_units::lock::locked;
 
-/// Reads one output of a worker until it is closed.
+/// Reader of one output stream of a worker.
 #[derive(Debug)]
 pub(super) struct LogTail {
     lines: Arc<Mutex<VecDeque<LogLine>>>,
     reader: JoinHandle<()>,
-    /// The reading end once more, to see whether anything is left in the pipe.
+    /// Duplicate of the reading end, for checking whether the pipe is empty.
     pipe: OwnedFd,
 }
 
-/// One line of output, with control characters escaped: it is shown on terminals.
+/// Line of output, with control characters escaped for terminals.
 #[derive(Clone, Debug)]
 pub(super) struct LogLine {
-    /// When it was read.
     pub(super) at: Instant,
     pub(super) text: String,
 }
 
-/// Required content of a line.
 #[derive(Clone, Debug)]
 pub(super) enum Needle {
     Text(String),
@@ -38,7 +36,7 @@ pub(super) enum Needle {
 }
 
 impl Needle {
-    /// A regular expression; the configuration has checked it before.
+    /// Compiles a regular expression that the configuration has already checked.
     pub(super) fn pattern(pattern: &str) -> io::Result<Self> {
         regex::Regex::new(pattern)
             .map(Self::Pattern)
@@ -53,7 +51,6 @@ impl Needle {
     }
 }
 
-/// Which output.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stream {
     Stdout,
@@ -61,7 +58,7 @@ pub(super) enum Stream {
 }
 
 impl LogTail {
-    /// Begins to read. A line that holds `needle` sets `found`.
+    /// Starts reading. A line that contains `needle` sets `found`.
     pub(super) fn follow(
         pipe: OwnedFd,
         worker: Arc<str>,
@@ -115,8 +112,8 @@ impl LogTail {
         })
     }
 
-    /// The lines kept so far, once everything in the pipe has been read; waits for that no longer than `limit`, and not
-    /// for other processes that hold the pipe open. An unfinished last line is not included while they do.
+    /// Returns the lines kept, once the pipe is empty or `limit` has passed. While other processes hold the pipe open,
+    /// an unfinished last line is not included.
     pub(super) async fn so_far(&self, limit: Duration) -> Vec<LogLine> {
         let drained = async {
             let mut empty = 0;
@@ -134,9 +131,9 @@ impl LogTail {
         lines.iter().cloned().collect()
     }
 
-    /// The kept lines, oldest first; waits a moment for the rest of the pipe.
+    /// Returns the lines kept, oldest first; waits briefly for the rest of the pipe.
     pub(super) async fn finish(self) -> Vec<String> {
-        // A process that inherited the pipe and lives on would keep it open.
+        // A process that inherited the pipe and continues would keep it open.
         let abort = self.reader.abort_handle();
         if tokio::time::timeout(DRAIN, self.reader).await.is_err() {
             abort.abort();
@@ -146,11 +143,10 @@ impl LogTail {
     }
 }
 
-/// Item from one output.
 enum Output {
-    /// A line, and whether it is shown in our log.
+    /// A line, and whether it goes to our log.
     Line { text: String, is_shown: bool },
-    /// A window is over in which lines were left out.
+    /// A window with omitted lines has ended.
     Omitted(Omitted),
 }
 
@@ -172,10 +168,10 @@ impl fmt::Display for Omitted {
     }
 }
 
-/// Limit of the lines from one output in our log.
+/// Rate limit of one stream's lines in our log.
 #[derive(Debug, Default)]
 struct Quota {
-    /// When the present window began; `None` before its first line.
+    /// Start of the present window; `None` before its first line.
     began: Option<Instant>,
     shown: u32,
     omitted: Omitted,
@@ -194,7 +190,7 @@ impl Quota {
         (omitted.lines > 0).then_some(omitted)
     }
 
-    /// Whether a line of so many bytes is shown.
+    /// Returns whether a line of this length is shown.
     fn shows(&mut self, bytes: usize, now: Instant) -> bool {
         self.began.get_or_insert(now);
         if self.shown < LINES_PER_WINDOW {
@@ -206,7 +202,7 @@ impl Quota {
         false
     }
 
-    /// Time of the report about omitted lines, if there are any.
+    /// Returns when omitted lines are due to be reported, if there are any.
     fn reports_at(&self) -> Option<Instant> {
         self.began
             .filter(|_| self.omitted.lines > 0)
@@ -239,7 +235,7 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output))
             });
         };
         for &byte in &buffer {
-            // A bar of progress goes back to the beginning of its line again and again; the last state of it is kept.
+            // A progress bar returns to the start of its line repeatedly; its last state is kept.
             if returned && byte != b'\n' {
                 line.clear();
                 cut = false;
@@ -268,7 +264,7 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output))
             return;
         }
         if quota.omitted.lines > 0 {
-            // It waits at a full pipe for a moment instead of occupying a core.
+            // Block the writer at a full pipe for a moment, to save CPU time.
             tokio::time::sleep(FLOOD_PAUSE).await;
         }
     }
@@ -282,7 +278,7 @@ fn text_of(line: &[u8], cut: bool) -> String {
     text
 }
 
-/// The text with control characters escaped as Rust writes them, tabs excepted.
+/// Escapes control characters other than tabs, as Rust does.
 fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for char in text.chars() {
@@ -295,7 +291,7 @@ fn printable(text: &str) -> String {
     shown
 }
 
-/// Bytes in a pipe that are not read yet.
+/// Returns the number of unread bytes in a pipe.
 fn left_in(pipe: &OwnedFd) -> libc::c_int {
     let mut bytes = 0;
     // SAFETY: FIONREAD writes one integer, and the descriptor is open.
@@ -303,27 +299,26 @@ fn left_in(pipe: &OwnedFd) -> libc::c_int {
     if result == 0 { bytes } else { 0 }
 }
 
-/// How often a pipe has to be found empty: data taken from it is a line a moment later.
+/// Number of times that a pipe must be empty: data taken from it becomes a line slightly later.
 const EMPTY_LOOKS: u32 = 3;
 
-/// Pause between two looks at a pipe.
+/// Pause between these checks.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
-/// Kept part of a longer line: a Python traceback line or a TensorRT message fits.
+/// Length to which lines are truncated: a Python traceback line or a TensorRT message fits.
 const LINE_BYTES_MAX: usize = 1024;
 
-/// Bytes read at once.
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Lines of one output that are shown in our log in [`WINDOW`]. Our choice: a traceback, or the start of a model server
-/// that reports each tensor, and 20 KiB/s at most in the long run.
+/// Lines of one stream shown in our log per [`WINDOW`]. Our choice: a traceback, or the start of a model server that
+/// reports each tensor; at most 20 KiB/s in the long run.
 const LINES_PER_WINDOW: u32 = 400;
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Pause between two readings while lines are left out: 3 MiB/s, which takes some percent of a core.
+/// Pause between reads while lines are omitted: limits the rate to 3 MiB/s, a few percent of a core.
 const FLOOD_PAUSE: Duration = Duration::from_millis(5);
 
-/// How long the last lines may take after the process has ended.
+/// Time limit for the last lines after the process has ended.
 const DRAIN: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -358,7 +353,7 @@ mod tests {
             omitted.to_string(),
             "99600 lines (7.5 MiB) are left out: 400 are shown of each output in 10 s"
         );
-        // A new window, and one in which nothing is left out.
+        // A new window, in which nothing is omitted.
         assert!(quota.shows(80, start + WINDOW));
         assert_eq!(
             (quota.reports_at(), quota.ended(start + WINDOW * 2)),

@@ -8,20 +8,19 @@ use std::{
 
 use cotenant_probe::processes::ProcessStat;
 
-/// Names one supervisor process among all that ever ran since boot, in any process namespace.
+/// Identifies one supervisor process among all since boot, in any pid namespace.
 ///
-/// Every worker and its children carry it in their environment: it separates those of a supervisor that is gone from
-/// those of one that runs beside this one.
+/// Every worker and its children have it in their environment. It distinguishes workers of an ended supervisor from
+/// those of one that runs concurrently.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SupervisorMark {
-    /// The process namespace, as the kernel writes it: `pid:[4026531836]`.
+    /// The pid namespace as written by the kernel: `pid:[4026531836]`.
     namespace: String,
     pid: u32,
     started: u64,
 }
 
 impl SupervisorMark {
-    /// The mark of this process.
     pub(super) fn own(proc: &Path) -> io::Result<Self> {
         let pid = std::process::id();
         let own = ProcessStat::read(proc, pid)
@@ -33,7 +32,7 @@ impl SupervisorMark {
         })
     }
 
-    /// Whether that supervisor still runs; also `true` when it lived in an invisible namespace.
+    /// Returns whether that supervisor still runs; `true` also if its namespace is not visible.
     pub(super) fn may_run(&self, proc: &Path) -> bool {
         let ours = namespace_of(proc, std::process::id());
         if !ours.is_ok_and(|ours| ours == self.namespace) {
@@ -69,10 +68,10 @@ fn namespace_of(proc: &Path, pid: u32) -> io::Result<String> {
     Ok(link.to_string_lossy().into_owned())
 }
 
-/// In the environment of every worker: which supervisor started it.
+/// Environment variable of every worker: mark of its supervisor.
 pub(super) const SUPERVISOR_VARIABLE: &str = "COTENANT_SUPERVISOR";
 
-/// In the environment of every worker: its name and the number of the launch, as `asr 3`.
+/// Environment variable of every worker: its name and the number of the launch, as in `asr 3`.
 pub(super) const WORKER_VARIABLE: &str = "COTENANT_WORKER";
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use tokio::{io::Interest, net::UnixDatagram};
 
 use cotenant_probe::processes::ProcessTable;
 
-/// Receiver of the notifications of one start.
+/// Receiver of notifications for one start.
 #[derive(Debug)]
 pub(super) struct Notifications {
     socket: UnixDatagram,
@@ -29,7 +29,6 @@ pub(super) struct Notifications {
     proc: PathBuf,
 }
 
-/// Notifications of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Notification {
     pub(super) ready: bool,
@@ -37,10 +36,10 @@ pub(super) struct Notification {
 }
 
 impl Notifications {
-    /// A socket in `folder`, removed on drop.
+    /// Creates a socket in `folder`, removed on drop.
     ///
-    /// A path, since not every library supports abstract names. Any user may write to it, as a worker may run as
-    /// another user; the kernel identifies the writer.
+    /// It has a path, since not every library supports abstract names. Any user may write to it, because a worker may
+    /// run as another user; the kernel identifies the sender.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -67,12 +66,12 @@ impl Notifications {
         }
     }
 
-    /// Value of `NOTIFY_SOCKET`.
+    /// Returns the value of `NOTIFY_SOCKET`.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Waits for the next message of the process `leader`, or of one of its group or descent.
+    /// Waits for the next message from the process `leader`, its group or its descendants.
     pub(super) async fn next(&self, leader: u32) -> io::Result<Notification> {
         loop {
             let receive = || receive(self.socket.as_raw_fd());
@@ -106,7 +105,7 @@ impl Drop for Notifications {
     }
 }
 
-/// Takes one datagram with its sender, as identified by the kernel.
+/// Receives one datagram with its sender, as identified by the kernel.
 fn receive(fd: std::os::fd::RawFd) -> io::Result<(String, Option<UnixCredentials>)> {
     let mut text = [0u8; MESSAGE_BYTES_MAX];
     let mut buffers = [IoSliceMut::new(&mut text)];
@@ -138,7 +137,7 @@ fn parse(text: &str) -> Notification {
     sent
 }
 
-/// systemd takes 4096 bytes.
+/// systemd's limit is also 4096 bytes.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 #[cfg(test)]
@@ -168,7 +167,7 @@ mod tests {
         assert!(notifications.next(own).await.unwrap().ready);
 
         sender.send_to(b"READY=1", notifications.path()).unwrap();
-        // To a worker that has another process id, we are an unmanaged process.
+        // Relative to a worker with another process id, this process is unmanaged.
         let process = notifications.next(u32::MAX);
         let waited = tokio::time::timeout(std::time::Duration::from_millis(50), process).await;
         assert!(waited.is_err());

@@ -14,39 +14,39 @@ use cotenant_probe::{
     processes::{self, ProcessStat, ProcessTable},
 };
 
-/// A process that was ended.
+/// Leftover process that was killed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
     /// Its process id.
     pub pid: u32,
-    /// The worker it belonged to.
+    /// Name of its worker.
     pub worker: String,
-    /// Whether it has ended; a process in an uninterruptible wait takes longer.
+    /// Whether it has ended; in an uninterruptible wait, this takes longer.
     pub ended: bool,
 }
 
-/// Id and start of a process, which together name one.
+/// Id and start time, which together identify a process.
 pub(super) type Known = (u32, u64);
 
 /// Processes and group of one launch of a worker.
 pub(super) struct Launched<'a> {
-    /// The worker's own process, which has ended and is not reaped.
+    /// The worker's own process, ended but not reaped.
     pub(super) leader: u32,
-    /// When the leader was started, in clock ticks since boot.
+    /// Start time of the leader, in clock ticks since boot.
     pub(super) since: u64,
     pub(super) supervisor: &'a SupervisorMark,
     /// Name of the worker and number of the launch.
     pub(super) label: &'a str,
-    /// Processes that were seen below the leader or in its control group.
+    /// Processes seen below the leader or in its control group.
     pub(super) seen: BTreeSet<Known>,
 }
 
-/// Ends the workers of supervisors that no longer run; to be called before the first worker is started.
+/// Ends workers of supervisors that no longer run; call it before the first worker is started.
 ///
-/// Without a successor a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not.
-/// Only processes that carry a mark of a supervisor of this process namespace are ended, with their descendants and the
-/// processes in their control groups; none of a supervisor that runs beside us, and none that is left to successors in
-/// another place than `place`. `spared` are taken over, with their children.
+/// Without a successor, the kernel kills a worker when its supervisor dies, but not the worker's children. Ends only
+/// processes marked by a supervisor of this pid namespace, with their descendants and the processes in their control
+/// groups; not those of running supervisors, nor those left for successors in a place other than `place`. `spared` are
+/// taken over, with their children.
 pub async fn end_orphans(
     roots: &ProbeRoot,
     groups: &Groups,
@@ -72,7 +72,7 @@ pub async fn end_orphans(
             Claim::Left(worker.split(' ').next().unwrap_or_default().to_owned())
         })
     };
-    // A group of a supervisor that is gone, in which nothing is to be kept.
+    // Group of an ended supervisor, in which nothing is spared.
     let abandoned = groups.of_the_gone(roots);
     let in_group: BTreeSet<u32> = abandoned
         .iter()
@@ -92,15 +92,15 @@ pub async fn end_orphans(
     .await
 }
 
-/// Mark in the environment of a process.
+/// Claim on a process according to its environment.
 enum Claim {
-    /// It belongs to a running supervisor, or continues.
+    /// Belongs to a running supervisor, or is taken over.
     Kept,
-    /// The worker that it was left behind by.
+    /// Left behind by this worker.
     Left(String),
 }
 
-/// Ends the processes that one launch of a worker left behind, wherever they are.
+/// Ends all processes that one launch of a worker left behind.
 pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -> Vec<Orphan> {
     let proc = &roots.proc;
     let supervisor = launched.supervisor.to_string();
@@ -122,8 +122,8 @@ pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -
     .await
 }
 
-/// The processes that this one has started or adopted, with all below them, except `leader`; ended ones are reaped. For
-/// a program that has made itself the [adopter](descent::adopt_descendants) and runs only `leader`.
+/// Returns the number of processes that this one has started or adopted, with their descendants, except `leader`; reaps
+/// ended ones. For a program that has made itself the [adopter](descent::adopt_descendants) and runs only `leader`.
 #[must_use]
 pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
     let living = |process: &ProcessStat| match UnmanagedProcess::open(process.pid) {
@@ -140,7 +140,7 @@ pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
         .count()
 }
 
-/// Asks all [`descendants`] to end.
+/// Sends SIGTERM to all [`descendants`].
 pub fn ask_descendants_to_end(proc: &Path, leader: Option<u32>) {
     for process in below_us(proc, leader) {
         if let Ok(held) = UnmanagedProcess::open(process.pid)
@@ -168,9 +168,10 @@ fn below_us(proc: &Path, leader: Option<u32>) -> Vec<ProcessStat> {
     table.processes.into_iter().filter(is_below).collect()
 }
 
-/// Ends every process for which `owner` names a worker, and all that descend from it; `otherwise` is named for these.
+/// Ends every process to which `owner` assigns a worker, and its descendants, which are reported under `otherwise` if
+/// they have no worker.
 ///
-/// A process that is ended may have just started another one, so it is looked again until nothing is found.
+/// Repeats until nothing is found, because a process may have started another one just before its end.
 async fn end_where(
     proc: &Path,
     otherwise: &str,
@@ -182,7 +183,7 @@ async fn end_where(
         let table = ProcessTable::read(proc).unwrap_or_default();
         let ours = table.tree(us);
         let mut found = table.descendants(|process| owner(process).is_some());
-        // We may run below a process that another supervisor has left.
+        // This process may itself run below a process left by another supervisor.
         if found.contains(&us) {
             found.retain(|pid| *pid != us && !ours.contains(pid));
         }
@@ -192,7 +193,7 @@ async fn end_where(
             .iter()
             .filter(|process| found.contains(&process.pid))
         {
-            // First held, then looked at again: the id may have passed to another process in between.
+            // Open first, then check again: the id may have been reused in between.
             let Ok(orphan) = UnmanagedProcess::open(process.pid) else {
                 continue;
             };
@@ -227,8 +228,8 @@ async fn end_where(
     ended
 }
 
-/// A killed process is gone within milliseconds, unless a driver holds it.
+/// A killed process ends within milliseconds, unless a driver blocks it.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How often leftovers are searched for: more rounds than a process that forks in a loop survives (our choice).
+/// Limit on rounds of searching for leftovers: more than a process that forks in a loop survives (our choice).
 const PASSES_MAX: usize = 16;

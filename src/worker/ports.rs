@@ -9,14 +9,14 @@ use std::{
 
 use cotenant_units::lock::locked;
 
-/// A port that no other worker of this program gets, until this is dropped.
+/// Port reserved among the workers of this program until dropped.
 #[derive(Debug)]
 pub(super) struct Claimed {
     port: u16,
 }
 
 impl Claimed {
-    /// A port that no process listens on now and no other worker has been given.
+    /// Claims a port on which no process listens and that no other worker has.
     pub(super) fn free() -> io::Result<Self> {
         for _ in 0..ATTEMPTS_MAX {
             let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?
@@ -31,7 +31,7 @@ impl Claimed {
         )))
     }
 
-    /// This very port; `None` when another worker has it.
+    /// Claims this port; `None` if another worker has it.
     pub(super) fn fixed(port: u16) -> Option<Self> {
         claim(port).then_some(Self { port })
     }
@@ -47,7 +47,7 @@ impl Drop for Claimed {
     }
 }
 
-/// The process that listens on a port of loopback now, if any.
+/// Returns the process that listens on a loopback port, if any.
 pub(super) fn listener(port: u16) -> Option<String> {
     match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
@@ -57,7 +57,7 @@ pub(super) fn listener(port: u16) -> Option<String> {
     Some(owner.unwrap_or_else(|| "a program that cannot be seen from here".to_owned()))
 }
 
-/// A process that listens on a port; shown as `name` (pid 12).
+/// Process that listens on a port; shown as `name` (pid 12).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortOwner {
     /// Its name.
@@ -72,7 +72,7 @@ impl fmt::Display for PortOwner {
     }
 }
 
-/// The process that listens on a port, where it can be seen.
+/// Returns the process that listens on a port, if visible.
 #[must_use]
 pub fn owner_of(port: u16) -> Option<PortOwner> {
     let sockets = procfs::net::tcp().unwrap_or_default();
@@ -107,10 +107,9 @@ fn claim(port: u16) -> bool {
     locked(&CLAIMED).insert(port)
 }
 
-/// Ports that workers of this program have or are about to have.
 static CLAIMED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
 
-/// Far more than there are workers.
+/// Far more than the number of workers.
 const ATTEMPTS_MAX: usize = 200;
 
 #[cfg(test)]

@@ -17,14 +17,14 @@ use super::{
 use cotenant_config::{Listen, WorkerConfig};
 use cotenant_units::Bytes;
 
-/// Something that was found.
+/// Finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The worker; `None` when it is about the machine.
+    /// The worker; `None` for a finding about the machine.
     pub worker: Option<String>,
-    /// Its rule, in one word that does not change: `missing_library`.
+    /// Stable name of its rule: `missing_library`.
     pub rule: &'static str,
-    /// Whether the worker cannot start, or only may have trouble.
+    /// Whether the worker cannot start, or may have trouble.
     pub severity: Severity,
     /// The finding, with figures.
     pub text: String,
@@ -32,17 +32,17 @@ pub struct Found {
     pub remedy: String,
 }
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
-    /// It runs, and something may go wrong.
+    /// It starts, but may have trouble.
     Warning,
-    /// It does not start.
+    /// It cannot start.
     Fault,
 }
 
 impl Severity {
-    /// In one word.
+    /// Returns its name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -59,7 +59,7 @@ struct ProgramFacts {
     executable: bool,
     unfit: Option<String>,
     interpreter: Option<(String, bool)>,
-    /// Libraries that the dynamic linker does not find, each with files of other versions that are there.
+    /// Libraries missing for the dynamic linker, each with files of other versions.
     missing: Vec<(String, Vec<String>)>,
     port_owner: Option<(u16, String)>,
 }
@@ -67,17 +67,17 @@ struct ProgramFacts {
 /// Facts about the machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineFacts {
-    /// Whether CPU and GPU share one memory.
+    /// Whether CPU and GPU share memory.
     pub unified: bool,
-    /// Memory that a process may lock; `None` is no limit.
+    /// Limit on locked memory of a process; `None` is no limit.
     pub lock_limit: Option<Bytes>,
-    /// Why workers cannot have control groups.
+    /// Reason why workers cannot have control groups.
     pub no_groups: Option<String>,
-    /// Processes that hold `/dev/nvmap`.
+    /// Processes that have `/dev/nvmap` open.
     pub nvmap_holders: Vec<String>,
 }
 
-/// Looks at every worker and at the machine.
+/// Checks every worker and the machine.
 #[must_use]
 pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts) -> Vec<Found> {
     let mut found: Vec<Found> = workers
@@ -126,7 +126,7 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
     let program = argv.first().map_or("", String::as_str);
     let mut found = Vec::new();
     if let Some((port, owner)) = &facts.port_owner {
-        // It may be our own worker, of a supervisor that runs.
+        // It may be our own worker, of a running supervisor.
         found.push(warning(
             Some(worker),
             "port_taken",
@@ -192,7 +192,7 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
     found
 }
 
-/// Flags of common worker programs, and their meaning on a machine with unified memory.
+/// Checks flags of common worker programs for their effect on a machine with unified memory.
 fn judge_arguments(
     worker: &str,
     argv: &[String],
@@ -345,8 +345,8 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
     facts
 }
 
-/// Libraries that a program needs, directly or indirectly, and that its dynamic linker does not find. The linker itself
-/// is run, since it has its own search order; it maps the program and does not run it.
+/// Returns libraries needed by a program, directly or indirectly, that its dynamic linker does not find. Runs the
+/// linker itself, since it has its own search order; it maps the program without executing it.
 fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String>) -> Vec<String> {
     let child = Command::new(linker)
         .arg("--list")
@@ -360,7 +360,7 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
         return Vec::new();
     };
     let deadline = Instant::now() + LINKER_TIME;
-    // Its list is far below the pipe's capacity, so it ends before it is read.
+    // Its list is far smaller than the pipe, so it can end before the list is read.
     while matches!(child.try_wait(), Ok(None)) {
         if Instant::now() >= deadline {
             let _ = child.kill();
@@ -374,7 +374,7 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
     not_found(&String::from_utf8_lossy(&output.stdout))
 }
 
-/// Lines such as `libgone.so.3 => not found`.
+/// Parses lines such as `libgone.so.3 => not found`.
 fn not_found(list: &str) -> Vec<String> {
     list.lines()
         .filter_map(|line| Some(line.trim().strip_suffix("=> not found")?.trim().to_owned()))
@@ -384,10 +384,9 @@ fn not_found(list: &str) -> Vec<String> {
 /// Default of llama-server's `--cache-ram`, MiB.
 const LLAMA_CACHE: Bytes = Bytes::from_mib(8192);
 
-/// How long the dynamic linker may take to list libraries, on a cold SD card.
+/// Time limit for the dynamic linker, which is slow on a cold SD card.
 const LINKER_TIME: Duration = Duration::from_secs(5);
 
-/// Pause between two looks at it.
 const LINKER_PAUSE: Duration = Duration::from_millis(2);
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! Memory-pressure notification of workers, by systemd's protocol.
 //!
-//! A worker without cotenant's code finds the path of a FIFO or of a socket in `$MEMORY_PRESSURE_WATCH`, opens or
-//! connects to it, and releases its spare memory whenever it is readable (`docs/PRESSURE.md` of systemd; sd-event, GLib
-//! and others have it built in). The bytes have no meaning and are discarded. Nothing has to be written first, so there
-//! is no `$MEMORY_PRESSURE_WRITE`: a worker would read its own bytes from a FIFO.
+//! A worker finds the path of a FIFO or socket in `$MEMORY_PRESSURE_WATCH`, opens or connects to it, and releases spare
+//! memory whenever it is readable (`docs/PRESSURE.md` of systemd; built into sd-event, GLib and others). The bytes have
+//! no meaning and are discarded. `$MEMORY_PRESSURE_WRITE` is not set: nothing has to be written first, and a worker
+//! would read its own bytes from a FIFO.
 //!
-//! A FIFO has one reader; a worker of several processes needs the socket, where each connects.
+//! A FIFO has one reader; a worker of several processes needs a socket, to which each connects.
 
 use std::{
     fs, io,
@@ -34,13 +34,13 @@ use cotenant_units::lock::locked;
 /// Name of the variable with the path.
 pub(super) const WATCH_VARIABLE: &str = "MEMORY_PRESSURE_WATCH";
 
-/// Name of the variable with data to be written first; never set.
+/// Name of the variable with data to write first; never set.
 pub(super) const WRITE_VARIABLE: &str = "MEMORY_PRESSURE_WRITE";
 
-/// Value of [`WATCH_VARIABLE`] that switches watching off, whatever this process has inherited.
+/// Value of [`WATCH_VARIABLE`] that disables watching, also if this process inherited a value.
 pub(super) const OFF: &str = "/dev/null";
 
-/// Our end, for one run of a worker. The file goes with it.
+/// Our end for one run of a worker; removes the file on drop.
 #[derive(Debug)]
 pub(super) struct Tap {
     path: PathBuf,
@@ -49,7 +49,7 @@ pub(super) struct Tap {
 
 #[derive(Debug)]
 enum End {
-    /// Open for both directions, so that a reader neither waits for us nor sees an end.
+    /// Open in both directions, so that opening does not block and the reader sees no end of file.
     Fifo(OwnedFd),
     Socket {
         listener: UnixListener,
@@ -57,7 +57,7 @@ enum End {
     },
 }
 
-/// Why a worker cannot be notified.
+/// Reason why a worker cannot be notified.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot make `{path}` for a worker to watch")]
 pub struct TapError {
@@ -67,7 +67,7 @@ pub struct TapError {
 }
 
 impl Tap {
-    /// Makes the file, and removes one that an earlier run left there.
+    /// Creates the file, replacing one left by an earlier run.
     pub(super) fn open(watch: &PressureWatch) -> Result<Self, TapError> {
         let path = watch.path.clone();
         let end = clear(&path).and_then(|()| match watch.kind {
@@ -81,8 +81,7 @@ impl Tap {
         }
     }
 
-    /// Opens the FIFO of a worker that has outlived its supervisor; a socket is created again, for clients that
-    /// reconnect.
+    /// Opens the FIFO of a worker that outlived its supervisor; a socket is created again, for clients that reconnect.
     pub(super) fn reopen(watch: &PressureWatch) -> Result<Self, TapError> {
         if watch.kind == PressureKind::Socket {
             return Self::open(watch);
@@ -94,12 +93,12 @@ impl Tap {
         }
     }
 
-    /// Leaves the FIFO open in the new process, so that it sees no end of it when this process dies.
+    /// Leaves the FIFO open in the new process, so that it sees no end of file when this process dies.
     pub(super) fn keep_open_in(&self, command: &mut Command) {
         let End::Fifo(fifo) = &self.end else { return };
         let fd = fifo.as_raw_fd();
         // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in
-        // this one, since the worker that is being started keeps this value until it has ended.
+        // this one, since the worker being started keeps this value until it has ended.
         unsafe {
             command.pre_exec(move || match libc::fcntl(fd, libc::F_SETFD, 0) {
                 0 => Ok(()),
@@ -108,8 +107,8 @@ impl Tap {
         }
     }
 
-    /// Notifies watchers that memory is short; returns how many could be notified. One that has not read since it was
-    /// notified last counts: it has it still to read.
+    /// Notifies watchers that memory is short; returns their number. A watcher that has not yet read the previous
+    /// notification counts, since it will read that one.
     pub(super) fn tell(&self) -> usize {
         match &self.end {
             End::Fifo(fifo) => usize::from(has_written(unistd::write(fifo, &SIGN))),
@@ -145,7 +144,7 @@ fn fifo(path: &Path) -> io::Result<End> {
     opened(path)
 }
 
-/// A FIFO that is there, open for both directions.
+/// Opens an existing FIFO in both directions.
 fn opened(path: &Path) -> io::Result<End> {
     if !fs::symlink_metadata(path)?.file_type().is_fifo() {
         return Err(io::Error::other("it is no FIFO"));
@@ -168,7 +167,7 @@ fn socket(path: &Path) -> io::Result<End> {
     })
 }
 
-/// Makes the file the worker's own, where it runs as another user.
+/// Gives the file to the worker's user, if that is another one.
 fn give(path: &Path, owner: Option<&str>) -> io::Result<()> {
     let Some(owner) = owner else { return Ok(()) };
     let uid = match owner.parse() {
@@ -182,7 +181,7 @@ fn give(path: &Path, owner: Option<&str>) -> io::Result<()> {
     Ok(unistd::chown(path, Some(uid), None)?)
 }
 
-/// Removes the FIFO or the socket of an earlier run, and nothing else.
+/// Removes the FIFO or socket of an earlier run, and nothing else.
 fn clear(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -197,10 +196,10 @@ fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The byte written; any value will do.
+/// Byte written; its value has no meaning.
 const SIGN: [u8; 1] = *b"\n";
 
-/// Processes of one worker that can watch (our choice: far above those of speech workers).
+/// Limit on watching processes of one worker (our choice: far above those of speech workers).
 const WATCHERS_MAX: usize = 64;
 
 #[cfg(test)]
@@ -235,7 +234,7 @@ mod tests {
         );
         assert_eq!(tap.tell(), 1);
         assert_eq!(reader.read(&mut bytes).unwrap(), 1);
-        // A worker that never reads does not hold us up.
+        // A worker that never reads does not block us.
         for _ in 0..100_000 {
             assert_eq!(tap.tell(), 1);
         }
@@ -249,7 +248,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
-        // It reads one byte, and then another; an end would have `read` fail.
+        // It reads two bytes, one after the other; `read` would fail at an end of file.
         let mut command = Command::new("sh");
         command
             .args([
@@ -266,7 +265,7 @@ mod tests {
         said.read_line(&mut line).unwrap();
         assert_eq!(line, "reported\n");
 
-        // Gone as with a supervisor that is killed: its descriptor is closed, and the file stays.
+        // As after a kill of the supervisor: its descriptor is closed, and the file remains.
         let path = tap.path.clone();
         let mut tap = std::mem::ManuallyDrop::new(tap);
         if let End::Fifo(fifo) = std::mem::replace(

@@ -1,7 +1,7 @@
 //! Child process and process group, with the system calls that need `unsafe`.
 //!
-//! The child leads its own process group, so that it is signalled together with its children. It is waited for by a
-//! pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
+//! The child leads its own process group, so that it is signalled together with its children. It is awaited through a
+//! pidfd and reaped last: until then its id, which is also that of the group, cannot be reused.
 
 use std::{
     io,
@@ -30,36 +30,31 @@ use super::{
     report::ExitStatus,
 };
 
-/// A process that we supervise and that has not been reaped. Dropping it kills its group and reaps it.
+/// Supervised process that has not been reaped. Dropping it kills its group and reaps it.
 #[derive(Debug)]
 pub(super) struct Process {
     pid: libc::pid_t,
     pidfd: AsyncFd<OwnedFd>,
     reaped: bool,
-    /// Whether it is our child: only the parent reaps a process and learns its exit status.
+    /// Whether it is our child: only the parent can reap a process and read its exit status.
     child: bool,
 }
 
-/// A child that was just started.
 #[derive(Debug)]
 pub(super) struct Spawned {
-    /// The child.
     pub(super) process: Process,
-    /// Reading end of its stdout.
     pub(super) stdout: OwnedFd,
-    /// Reading end of its stderr.
     pub(super) stderr: OwnedFd,
-    /// Its control group, when it has one.
     pub(super) group: Option<WorkerGroup>,
 }
 
-/// Starts a program in its own process group, without stdin, with its output in pipes.
+/// Starts a program in its own process group, without stdin, with pipes for its output.
 ///
-/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in any way. With [`Leash::Long`] it
-/// continues, and holds the reading end of its pipes too, so that it can write without a reader: see [`reopened`].
+/// With [`Leash::Ours`], the kernel sends it SIGKILL when this program ends in any way. With [`Leash::Long`], it
+/// continues, and also holds the reading ends of its pipes, so that writing works without a reader: see [`reopened`].
 ///
 /// # Errors
-/// When it cannot be executed; the new process reports that before it becomes the program.
+/// If it cannot be executed, which the new process reports.
 pub(super) async fn spawn(
     mut command: Command,
     leash: Leash,
@@ -87,20 +82,20 @@ pub(super) async fn spawn(
 pub(super) enum Leash {
     /// It continues.
     Long,
-    /// It ends with us.
+    /// It is killed with its supervisor.
     Ours,
 }
 
 impl Process {
-    /// Takes over a process that a supervisor before us has started; `started` makes sure that it is that one.
+    /// Takes over a process started by an earlier supervisor; `is_still_it` verifies its identity.
     ///
     /// # Errors
-    /// When it has ended, or cannot be watched.
+    /// If it has ended, or cannot be watched.
     pub(super) fn adopt(pid: u32, is_still_it: impl FnOnce() -> bool) -> io::Result<Self> {
         let pid =
             libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         let pidfd = pidfd_open(pid)?;
-        // Held first and looked at then: from here on the id cannot pass to another process unnoticed.
+        // Open first, then verify: from here on, the id cannot be reused unnoticed.
         if !is_still_it() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -112,20 +107,19 @@ impl Process {
         })
     }
 
-    /// Its process id, also the id of its group.
+    /// Returns its process id, also the id of its group.
     pub(super) fn pid(&self) -> u32 {
         self.pid.unsigned_abs()
     }
 
-    /// A duplicate of its descriptor.
     pub(super) fn descriptor(&self) -> Option<OwnedFd> {
         self.pidfd.get_ref().try_clone().ok()
     }
 
-    /// Waits until it has ended, and leaves it to be reaped.
+    /// Waits until it has ended, without reaping it.
     pub(super) async fn ended(&self) -> io::Result<ExitStatus> {
         loop {
-            // A pidfd stays readable once the process has ended, so readiness is never cleared by us.
+            // A pidfd stays readable once the process has ended, so readiness is never cleared.
             let ready = self.pidfd.readable().await?;
             if !self.child {
                 return Ok(ExitStatus::Unknown);
@@ -138,7 +132,6 @@ impl Process {
         }
     }
 
-    /// Whether it has ended by now.
     pub(super) fn has_ended(&self) -> bool {
         if !self.child {
             return is_over(self.pidfd.get_ref());
@@ -151,14 +144,14 @@ impl Process {
 
     /// Sends a signal to every process of its group.
     pub(super) fn signal_group(&self, signal: libc::c_int) -> io::Result<()> {
-        // Another process reaps it, and then its id may name another group.
+        // If another process reaps it, its id may already name another group.
         if !self.child && is_over(self.pidfd.get_ref()) {
             return Ok(());
         }
         signal_group(self.pid, signal)
     }
 
-    /// Forgets it, after [`ended`](Self::ended).
+    /// Reaps it, after [`ended`](Self::ended).
     pub(super) fn reap(mut self) {
         self.reaped = true;
         if !self.child {
@@ -184,14 +177,14 @@ impl Drop for Process {
     }
 }
 
-/// A process that is not a child, held so that its id cannot be reused unnoticed.
+/// Process that is not a child, held by a pidfd so that reuse of its id is noticed.
 #[derive(Debug)]
 pub(super) struct UnmanagedProcess {
     pidfd: OwnedFd,
 }
 
 impl UnmanagedProcess {
-    /// Holds the process that has this id now.
+    /// Opens the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pid =
             libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
@@ -200,7 +193,7 @@ impl UnmanagedProcess {
         })
     }
 
-    /// Sends it a signal; `false` when it has ended.
+    /// Sends it a signal; `false` if it has ended.
     pub(super) fn signal(&self, signal: libc::c_int) -> io::Result<bool> {
         // SAFETY: the descriptor is open, no signal information is needed, and the flags must be 0.
         let result = unsafe {
@@ -223,7 +216,7 @@ impl UnmanagedProcess {
         }
     }
 
-    /// Kills it and waits until it has ended; `false` when it has not within `patience`.
+    /// Kills it and waits for its end; `false` if that takes longer than `patience`.
     pub(super) async fn kill(self, patience: Duration) -> io::Result<bool> {
         if !self.signal(libc::SIGKILL)? {
             return Ok(true);
@@ -235,16 +228,16 @@ impl UnmanagedProcess {
         Ok(ended)
     }
 
-    /// Reaps it where it has ended and is ours to reap.
+    /// Reaps it if it has ended and is our child.
     pub(super) fn reap(self) {
         reap_adopted(&self.pidfd);
     }
 }
 
-/// A child as the spawning thread passes it on, before a runtime owns it.
+/// Child handed over by the spawning thread, before a runtime owns it.
 struct RawSpawned {
     pid: libc::pid_t,
-    /// `None` once handed on.
+    /// `None` once handed over.
     parts: Option<(OwnedFd, OwnedFd, OwnedFd)>,
     group: Option<WorkerGroup>,
 }
@@ -277,7 +270,7 @@ impl RawSpawned {
 }
 
 impl Drop for RawSpawned {
-    /// The caller has gone before the child was there.
+    /// The caller was dropped before the child was started.
     fn drop(&mut self) {
         if let Some((pidfd, ..)) = &self.parts {
             kill_and_reap(self.pid, pidfd);
@@ -292,10 +285,10 @@ struct Job {
     reply: oneshot::Sender<io::Result<RawSpawned>>,
 }
 
-/// The thread that starts all children.
+/// Returns the thread that starts all children.
 ///
-/// The kernel sends the parent-death signal when the *thread* that forked ends, and threads of a runtime come and go;
-/// this one lives as long as the program.
+/// The kernel sends the parent-death signal when the *thread* that forked ends, and a runtime ends its threads at any
+/// time; this one lives as long as the program.
 fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
     static SPAWNER: OnceLock<Result<mpsc::Sender<Job>, String>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
@@ -306,7 +299,7 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
             .stack_size(SPAWNER_STACK)
             .spawn(move || {
                 for job in jobs {
-                    // A receiver that is gone leaves the child to `RawSpawned::drop`.
+                    // If the receiver is gone, `RawSpawned::drop` ends the child.
                     let _ = job
                         .reply
                         .send(spawn_here(job.command, job.leash, job.confine));
@@ -320,17 +313,17 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
         .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
 }
 
-/// A pipe for an output: our end, and that of the child.
+/// Creates a pipe for an output stream: our end, and the child's.
 ///
-/// On a long leash the child's end can read as well as write, like the descriptors of a terminal. So there is always a
-/// reader: a worker that writes while no supervisor runs gets neither SIGPIPE nor an error. Its output waits in the
-/// pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
+/// On a long leash, the child's end is open for reading as well, like the descriptors of a terminal. The pipe thus
+/// always has a reader: a worker that writes while no supervisor runs gets neither SIGPIPE nor an error. Its output
+/// stays in the pipe for the next supervisor; once the pipe is full, the worker blocks.
 fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
     if leash == Leash::Ours {
         return Ok((reader, writer));
     }
-    // The user's share of such pages is bounded; the usual 64 KiB will do where it is used up.
+    // The pages of a user's pipes are limited; if the limit is reached, the default of 64 KiB suffices.
     // SAFETY: `F_SETPIPE_SZ` takes an integer, and the descriptor is open.
     let _ = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE_BYTES) };
     let both = std::fs::OpenOptions::new()
@@ -340,10 +333,10 @@ fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((reader, both.into()))
 }
 
-/// Our end of the pipe that a process on a long leash writes into as descriptor `fd`.
+/// Opens our end of the pipe to which a process on a long leash writes as descriptor `fd`.
 ///
 /// # Errors
-/// When it writes somewhere else, or may not be looked at.
+/// If `fd` is not such a pipe, or the process may not be inspected.
 pub(super) fn reopened(proc: &std::path::Path, pid: u32, fd: u32) -> io::Result<OwnedFd> {
     use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
     let path = proc.join(format!("{pid}/fd/{fd}"));
@@ -365,11 +358,11 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     let parent = std::process::id();
     let confine = Arc::new(confine);
     let inside = Arc::clone(&confine);
-    // SAFETY: between fork and exec only system calls are made, on memory and descriptors that were prepared before;
-    // they are async-signal-safe, and nothing is allocated.
+    // SAFETY: between fork and exec, only async-signal-safe system calls are made, on memory and descriptors prepared
+    // before; nothing is allocated.
     unsafe {
         command.pre_exec(move || {
-            // Before the request for a signal: becoming another user withdraws it.
+            // Before the parent-death signal is requested: a change of user withdraws it.
             inside.enter()?;
             if leash == Leash::Long {
                 return inside.wall_in();
@@ -377,7 +370,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(io::Error::last_os_error());
             }
-            // The parent may have ended before the request was in place.
+            // The parent may have ended before the signal was requested.
             if libc::getppid().unsigned_abs() != parent {
                 return Err(io::Error::from_raw_os_error(libc::ESRCH));
             }
@@ -410,7 +403,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     }
 }
 
-/// Whether the process of a pidfd has ended, child or not.
+/// Returns whether the process of a pidfd has ended, child or not.
 fn is_over(pidfd: &OwnedFd) -> bool {
     let mut poll = [nix::poll::PollFd::new(
         pidfd.as_fd(),
@@ -426,18 +419,18 @@ fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
     descent::forget(pid);
 }
 
-/// Reaps a process that the kernel has given us for a child; every other one is reaped by its own parent.
+/// Reaps a process adopted as a child; any other is reaped by its own parent.
 fn reap_adopted(pidfd: &OwnedFd) {
     let _ = wait(pidfd, libc::WNOHANG);
 }
 
 fn signal_group(pid: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
-    // SAFETY: `killpg` takes two integers. The group's id is not reused while its leader is not reaped.
+    // SAFETY: `killpg` takes two integers. The group's id is not reused before its leader is reaped.
     if unsafe { libc::killpg(pid, signal) } == 0 {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // It is empty.
+    // The group is empty.
     if error.raw_os_error() == Some(libc::ESRCH) {
         return Ok(());
     }
@@ -451,17 +444,17 @@ fn pidfd_open(pid: libc::pid_t) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has it.
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code uses it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Lets the runtime watch a pidfd, which becomes readable when the process has ended.
+/// Registers a pidfd with the runtime; it becomes readable when the process has ended.
 fn watched(pidfd: OwnedFd) -> Result<AsyncFd<OwnedFd>, AsyncFdRegisterError<OwnedFd>> {
-    // SAFETY: an `OwnedFd` is open, always the same, and stays open as long as the `AsyncFd` owns it.
+    // SAFETY: an `OwnedFd` is open, never changes, and stays open as long as the `AsyncFd` owns it.
     unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }
 }
 
-/// `waitid` on a child; `None` when `WNOHANG` is among the flags and it has not ended.
+/// Calls `waitid` on a child; `None` if `WNOHANG` is set and it has not ended.
 fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
     let id = libc::id_t::try_from(pidfd.as_raw_fd()).map_err(io::Error::other)?;
     loop {
@@ -477,7 +470,7 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
             }
             return Err(error);
         }
-        // SAFETY: `waitid` has filled in the fields of a child's end, or left the process id at 0.
+        // SAFETY: `waitid` has set the fields of a child's end, or left the process id at 0.
         let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
         return Ok(match info.si_code {
             _ if pid == 0 => None,
@@ -490,9 +483,9 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
     }
 }
 
-/// Enough to fork; the thread does nothing else.
+/// Sufficient for forking, the only work of the thread.
 const SPAWNER_STACK: usize = 256 << 10;
 
-/// Bytes that a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel
-/// allocates pages only when they are written.
+/// Bytes that a worker may write while no supervisor reads: the largest pipe for an unprivileged user (pipe(7)). The
+/// kernel allocates pages only when they are written.
 const PIPE_BYTES: libc::c_int = 1 << 20;

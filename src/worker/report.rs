@@ -1,4 +1,4 @@
-//! Reports on a worker: events while it runs, and one account of its end.
+//! Reports on a worker: events while it runs, and a report of its end.
 
 use std::{
     fmt,
@@ -10,18 +10,18 @@ use cotenant_policy::death::DeathCertificate;
 use cotenant_probe::processes::MemorySum;
 use cotenant_units::Bytes;
 
-/// Something that happened to a worker.
+/// Event of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerEvent {
     /// Its name.
     pub worker: Arc<str>,
-    /// Which start this belongs to, from 1; events of an earlier start may still arrive after the next one began.
+    /// Number of its start, from 1; events of an earlier start may arrive after the next one began.
     pub start: u64,
     /// Kind of event.
     pub kind: WorkerEventKind,
 }
 
-/// Event of a worker.
+/// Kind of an event.
 #[derive(Clone, Debug)]
 pub enum WorkerEventKind {
     /// The process runs.
@@ -29,63 +29,63 @@ pub enum WorkerEventKind {
         /// Its process id, also the id of its group.
         pid: u32,
     },
-    /// It can serve.
+    /// It is ready.
     Ready {
         /// Time since the start.
         took: Duration,
     },
-    /// It could not be started, or is being stopped because it did not get ready. The latter is followed by
-    /// [`Exited`](Self::Exited).
+    /// It could not be started, or is being stopped because it did not become ready; [`Exited`](Self::Exited) follows
+    /// in the latter case.
     Failed {
-        /// Why.
+        /// The reason.
         reason: FailureReason,
     },
-    /// Why it died, or why there never was a process: known before its group is gone, and always followed by
+    /// Cause of its death, or of a failed start: known before its group is gone, and always followed by
     /// [`Exited`](Self::Exited) or preceded by [`Failed`](Self::Failed).
     Died(Box<DeathCertificate>),
-    /// It is gone, with every process of its group.
+    /// It has ended, with every process of its group.
     Exited(ExitReport),
     /// Its memory, on request.
     Measured(MemoryReading),
 }
 
-/// Why a worker did not come up.
+/// Reason why a worker did not start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FailureReason {
-    /// There is no process: the program could not be executed, or its command line not be built.
+    /// The program could not be executed, or its command line not be built.
     NotStarted {
         /// The error with its causes.
         error: String,
     },
     /// It ran, but did not show readiness.
     NotReady {
-        /// For how long it was waited.
+        /// Length of the wait.
         waited: Duration,
         /// Error of the last attempt, if there was one.
         last_attempt: Option<String>,
     },
 }
 
-/// The end of a worker.
+/// End of a worker.
 #[derive(Clone, Debug)]
 pub struct ExitReport {
     /// Its name.
     pub worker: Arc<str>,
     /// Its process id.
     pub pid: u32,
-    /// Its exit status by `waitid`.
+    /// Exit status from `waitid`.
     pub status: ExitStatus,
-    /// Our request before it ended; `None` when it ended on its own or by another process.
+    /// Our intent, if we requested the end before; `None` if it ended by itself or was killed by another process.
     pub intended_by_us: Option<Intent>,
-    /// When it was ready, if ever.
+    /// Time at which it became ready, if ever.
     pub ready_at: Option<Instant>,
-    /// Its end in one sentence: that of its death certificate.
+    /// The sentence of its death certificate.
     pub sentence: String,
     /// Last lines of stderr, oldest first.
     pub stderr: Vec<String>,
     /// Last lines of stdout, oldest first.
     pub stdout: Vec<String>,
-    /// Processes it left behind that had to be killed.
+    /// Number of leftover processes that had to be killed.
     pub left_behind: usize,
 }
 
@@ -95,12 +95,12 @@ impl fmt::Display for ExitReport {
     }
 }
 
-/// How a process ended.
+/// Exit status of a process.
 ///
 /// A code of 137 is an exit code, not a signal, and neither proves that memory ran out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
-    /// It returned this code.
+    /// It exited with this code.
     Code(i32),
     /// A signal ended it.
     Signal {
@@ -109,19 +109,19 @@ pub enum ExitStatus {
         /// Whether the kernel wrote a core file.
         core_dumped: bool,
     },
-    /// Not reported by the kernel.
+    /// The kernel did not report it.
     Unknown,
 }
 
 /// The supervisor's intent when a worker ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
-    /// [`stop_because`](super::handle::WorkerHandle::stop_because): SIGTERM, and SIGKILL after the grace.
+    /// [`stop_because`](super::handle::WorkerHandle::stop_because): SIGTERM, then SIGKILL after the grace.
     Stop,
-    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can report its state, and SIGKILL after
-    /// the grace.
+    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can report its state, then SIGKILL
+    /// after the grace.
     Hung,
-    /// It did not get ready in time and was stopped.
+    /// It did not become ready in time and was stopped.
     NotReady,
     /// The supervisor's handle was dropped.
     Abandoned,
@@ -138,7 +138,7 @@ impl fmt::Display for Intent {
     }
 }
 
-/// `SIGKILL` for 9, and so on; `signal 35` for those without a name.
+/// Returns `SIGKILL` for 9, and so on; `signal 35` for those without a name.
 #[must_use]
 pub fn signal_name(signal: i32) -> String {
     nix::sys::signal::Signal::try_from(signal)
@@ -148,19 +148,19 @@ pub fn signal_name(signal: i32) -> String {
 /// Memory of a worker's processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryReading {
-    /// Of the process, its descendants, and the members of its group.
+    /// Memory of the process, its descendants, and the members of its group.
     pub sum: MemorySum,
-    /// Memory charged to the worker's control group, if that is not also the supervisor's.
+    /// Memory charged to the worker's control group, unless it is also the supervisor's.
     pub cgroup: Option<Bytes>,
-    /// Memory that nvmap counts for its processes on a Jetson, if readable.
+    /// nvmap memory of its processes on a Jetson, if readable.
     pub gpu: Option<Bytes>,
 }
 
 impl MemoryReading {
-    /// Its memory, GPU memory included.
+    /// Returns its memory, including GPU memory.
     ///
-    /// GPU pages that the processor has mapped are in both sums, so with GPU memory the first counts at most the charge
-    /// of the control group, which excludes them.
+    /// GPU pages mapped by the processor are in both sums. With GPU memory, the first sum is therefore limited to the
+    /// charge of the control group, which excludes them.
     #[must_use]
     pub fn used(&self) -> Bytes {
         match self.gpu {
@@ -173,7 +173,7 @@ impl MemoryReading {
         }
     }
 
-    /// The most that it has used, as far as the kernel remembers, and no less than now: of GPU memory no peak is kept.
+    /// Returns its peak memory as recorded by the kernel, at least its present memory; GPU memory has no recorded peak.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         let peak = self.sum.peak?;
@@ -185,7 +185,7 @@ impl MemoryReading {
 mod tests {
     use super::*;
 
-    /// The figures of a board: resident with and without processor-mapped GPU pages, charged to the control group, and
+    /// Figures of a board: resident with and without processor-mapped GPU pages, charged to the control group, and
     /// counted by nvmap.
     #[test]
     fn gpu_memory_counts_once_whether_it_is_mapped_or_not() {

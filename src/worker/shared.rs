@@ -1,4 +1,4 @@
-//! State that the handles and the task of one worker share.
+//! State shared by the handles and the task of one worker.
 
 use std::{
     collections::BTreeSet,
@@ -24,12 +24,11 @@ use cotenant_probe::{ProbeRoot, processes::ProcessTable};
 use cotenant_speech::client::Endpoint;
 use cotenant_units::lock::locked;
 
-/// State shared by all handles and the task of one worker.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) name: Arc<str>,
     spec: Mutex<Arc<WorkerSpec>>,
-    /// Takes its place at the next start.
+    /// Specification for the next start, if changed.
     next_spec: Mutex<Option<Arc<WorkerSpec>>>,
     pub(super) roots: ProbeRoot,
     pub(super) groups: Groups,
@@ -40,7 +39,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Shared state of a worker that does not run.
+    /// Creates the state of a stopped worker.
     pub(super) fn new(spec: WorkerSpec, roots: ProbeRoot, groups: Groups) -> Self {
         Self {
             name: spec.name.as_str().into(),
@@ -63,7 +62,6 @@ impl Shared {
         locked(&self.next_spec)
     }
 
-    /// Takes the changed specification into use.
     pub(super) fn renew(&self) {
         if let Some(next) = self.next_spec().take() {
             *locked(&self.spec) = next;
@@ -78,12 +76,12 @@ impl Shared {
         locked(&self.history)
     }
 
-    /// Its processes, as they were seen last.
+    /// Locks the set of its processes as last seen.
     pub(super) fn family(&self) -> MutexGuard<'_, BTreeSet<Known>> {
         locked(&self.family)
     }
 
-    /// Our end of the pressure file; `None` while there is none.
+    /// Locks our end of the pressure file, if there is one.
     pub(super) fn tap(&self) -> MutexGuard<'_, Option<Tap>> {
         locked(&self.tap)
     }
@@ -109,7 +107,6 @@ impl Default for Status {
     }
 }
 
-/// Requests to the task.
 #[derive(Debug)]
 pub(super) enum Command {
     Adopt {
@@ -140,22 +137,22 @@ pub(super) fn write_oom_score_adj(roots: &ProbeRoot, pid: u32, adjustment: i16) 
     )
 }
 
-/// Whether a worker runs.
+/// State of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerState {
     /// There is no process.
     Stopped,
-    /// It runs and is not ready.
+    /// It runs, but is not ready.
     Starting {
         /// Its process id.
         pid: u32,
     },
-    /// It can serve.
+    /// It is ready.
     Ready {
         /// Its process id.
         pid: u32,
     },
-    /// Its end was requested.
+    /// Its end has been requested.
     Stopping {
         /// Its process id.
         pid: u32,
@@ -163,7 +160,7 @@ pub enum WorkerState {
 }
 
 impl WorkerState {
-    /// The process id, when there is a process.
+    /// Returns the process id, if there is a process.
     #[must_use]
     pub const fn pid(self) -> Option<u32> {
         match self {
@@ -173,7 +170,7 @@ impl WorkerState {
     }
 }
 
-/// Why a worker was not started.
+/// Reason why a worker was not started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -182,11 +179,11 @@ pub enum StartError {
     Pressure {
         /// Its name.
         worker: String,
-        /// Why not.
+        /// Its error.
         #[source]
         source: TapError,
     },
-    /// It runs.
+    /// It already runs.
     #[error("worker `{worker}` already runs as pid {pid}")]
     Running {
         /// Its name.
@@ -207,7 +204,7 @@ pub enum StartError {
     Launch {
         /// Its name.
         worker: String,
-        /// Why not.
+        /// Its error.
         #[source]
         source: LaunchError,
     },
@@ -216,18 +213,18 @@ pub enum StartError {
     Confine {
         /// Its name.
         worker: String,
-        /// Why not.
+        /// Its error.
         #[source]
         source: ConfineError,
     },
-    /// It cannot be taken over from the supervisor before.
+    /// It cannot be taken over from the previous supervisor.
     #[error("cannot take over worker `{worker}` (pid {pid}) from the supervisor before")]
     Adopt {
         /// Its name.
         worker: String,
         /// Its process id.
         pid: u32,
-        /// Why not.
+        /// Its error.
         #[source]
         source: io::Error,
     },
@@ -238,7 +235,7 @@ pub enum StartError {
         worker: String,
         /// The program.
         program: String,
-        /// Why not.
+        /// Its error.
         #[source]
         source: io::Error,
     },
@@ -247,7 +244,7 @@ pub enum StartError {
     Gone,
 }
 
-/// The processes of `leader` and of all that it has started; `None` where none can be listed.
+/// Returns the processes of `leader` and of its descendants; `None` if processes cannot be listed.
 pub(super) fn family(proc: &Path, leader: u32) -> Option<BTreeSet<Known>> {
     let table = ProcessTable::read(proc).ok()?;
     let family = table.family(leader);

@@ -7,62 +7,63 @@ pub use cotenant_config::{Listen, Readiness};
 
 /// Specification of one worker.
 ///
-/// In [`argv`](Self::argv) and in the values of [`env`](Self::env) these variables are replaced at each start:
+/// At each start, these variables are replaced in [`argv`](Self::argv) and in the values of [`env`](Self::env):
 ///
 /// | variable | value |
 /// |---|---|
 /// | `${SOCKET}` | path of [`Listen::Socket`] |
-/// | `${PORT}` | port of [`Listen::Port`], or one that is chosen for each start by [`Listen::FreePort`] |
+/// | `${PORT}` | port of [`Listen::Port`], or the port chosen for each start with [`Listen::FreePort`] |
 /// | `${VARIANT}` | the requested variant, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
 /// | `${NAME}` | [`name`](Self::name) |
-/// | `${SELF}` | path of this program, so that its own `worker` verbs need no search in `PATH` |
+/// | `${SELF}` | path of this program, so that its own `worker` verbs are found without `PATH` |
 ///
-/// Any other `${…}` is an error; `$` without a brace stays as it is.
+/// Any other `${…}` is an error; `$` without a brace is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerSpec {
     /// Name in messages, events and file names: letters, digits, `-` and `_`.
     pub name: String,
     /// Class of its lease, as written in the configuration; not interpreted here.
     pub class: String,
-    /// Program and arguments; the program is looked up in `PATH` when it has no `/`.
+    /// Program and arguments; the program is looked up in `PATH` if it contains no `/`.
     pub argv: Vec<String>,
-    /// Added to the variables inherited from the supervisor's environment; `${ENV:NAME}` is any other variable of it.
+    /// Additional variables besides those inherited from the supervisor; `${ENV:NAME}` is any other variable of the
+    /// supervisor.
     pub env: BTreeMap<String, String>,
-    /// Folder to start in; that of the supervisor when `None`.
+    /// Working directory; `None` is the supervisor's.
     pub working_dir: Option<PathBuf>,
-    /// Its address. A socket left there by an earlier run is removed before the start.
+    /// Its address. A socket left by an earlier run is removed before the start.
     pub listen: Listen,
-    /// How it shows that it can serve.
+    /// Condition of its readiness.
     pub readiness: Readiness,
     /// A worker that is not ready after this time is stopped and reported as failed. Default of the daemon: 30 s.
     pub ready_timeout: Duration,
-    /// Time between SIGTERM and SIGKILL where no other is given.
+    /// Time between SIGTERM and SIGKILL unless given otherwise.
     pub stop_grace: Duration,
-    /// Its expected memory, and the variants between which it can be switched while it runs.
+    /// Its expected memory, and the variants between which it can switch while running.
     pub memory: WorkerMemory,
-    /// Kernel's bias for its out-of-memory killer, −1000 … 1000; lowering it needs `CAP_SYS_RESOURCE`.
+    /// Bias for the kernel's OOM killer, −1000 … 1000; lowering it requires `CAP_SYS_RESOURCE`.
     pub oom_score_adj: Option<i16>,
     /// Its limits and sandbox.
     pub confinement: Confinement,
-    /// File behind `$MEMORY_PRESSURE_WATCH`; `/dev/null` when `None`.
+    /// File behind `$MEMORY_PRESSURE_WATCH`; `None` is `/dev/null`.
     pub pressure: Option<PressureWatch>,
-    /// How many last lines of stdout and of stderr are kept for reports.
+    /// Number of last lines of stdout and of stderr kept for reports.
     pub log_lines: usize,
-    /// Place whose next supervisor may take it over after an unorderly end; with `None` the kernel ends it then.
+    /// Place whose next supervisor may take it over if ours ends abnormally; with `None`, the kernel kills it then.
     pub successor: Option<Successor>,
 }
 
-/// The supervisors that follow one another in one place.
+/// Successive supervisors of one place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Successor {
-    /// Identifies the place by the folder of its sockets: a supervisor takes over only the workers of its own place.
+    /// Identifier of the place, from the folder of its sockets: a supervisor takes over only workers of its own place.
     pub place: String,
-    /// A file that the supervisor of the moment keeps locked, so that a worker can see whether there is one.
+    /// File kept locked by the current supervisor, so that a worker can detect whether there is one.
     pub lock: PathBuf,
 }
 
 impl WorkerSpec {
-    /// A worker with the given name and argv that speaks Wyoming on `listen`, and the defaults of this module.
+    /// Returns a worker with this name and argv that speaks Wyoming on `listen`, with the defaults of this module.
     #[must_use]
     pub fn new(name: impl Into<String>, argv: Vec<String>, listen: Listen) -> Self {
         let name = name.into();
@@ -86,14 +87,14 @@ impl WorkerSpec {
     }
 }
 
-/// A file that is readable whenever a worker should release its spare memory.
+/// File that becomes readable whenever a worker should release spare memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureWatch {
-    /// Its path; made at each start, and gone with the process.
+    /// Its path; created at each start, removed with the process.
     pub path: PathBuf,
     /// Its kind.
     pub kind: PressureKind,
-    /// Name or number of the user it belongs to; the supervisor's own when `None`.
+    /// Name or number of its owner; `None` is the supervisor's user.
     pub owner: Option<String>,
 }
 
@@ -106,11 +107,11 @@ pub enum PressureKind {
     Socket,
 }
 
-/// Default of [`WorkerSpec::ready_timeout`]: the recogniser's open model loads in under 1 s here; a Jetson on a cold
-/// SD card is given 30 times that.
+/// Default of [`WorkerSpec::ready_timeout`]: the recogniser's open model loads in under 1 s on an x86-64 server; a
+/// Jetson with a cold SD card is allowed 30 times that.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Default of [`WorkerSpec::stop_grace`]: a Wyoming server has nothing to write back when it stops.
+/// Default of [`WorkerSpec::stop_grace`]: a Wyoming server has no state to write when it stops.
 pub const STOP_GRACE: Duration = Duration::from_secs(2);
 
 /// Default of [`WorkerSpec::log_lines`].

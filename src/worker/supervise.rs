@@ -39,7 +39,7 @@ use cotenant_speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 
-/// Owns the process of one worker and answers its handles.
+/// Owner of one worker's process, serving its handles.
 pub(super) struct Supervisor {
     shared: Arc<Shared>,
     inbox: mpsc::Receiver<Command>,
@@ -62,13 +62,13 @@ impl Supervisor {
         }
     }
 
-    /// Runs until the last handle is gone.
+    /// Runs until the last handle is dropped.
     pub(super) async fn run(mut self) {
         while let Some(command) = self.inbox.recv().await {
             match command {
                 Command::Adopt { survivor, reply } => match self.adopt(*survivor) {
                     Ok(child) => self.begin(child, reply).await,
-                    // It is not in the ledger yet, so its end is none.
+                    // It is not in the ledger yet, so no end is reported.
                     Err(error) => {
                         let _ = reply.send(Err(error));
                     }
@@ -101,7 +101,6 @@ impl Supervisor {
         self.attend(child).await;
     }
 
-    /// Starts the process.
     async fn launch(&mut self, variant: Option<String>) -> Result<Child, StartError> {
         let spec = self.shared.spec();
         let worker = || spec.name.clone();
@@ -126,7 +125,7 @@ impl Supervisor {
         let mark = mark.map_err(failed)?;
         let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
         let mut command = launch.command;
-        // Variables about this process's own supervisor and pressure file are not for a worker.
+        // Variables about this process's own supervisor and pressure file must not reach a worker.
         for variable in OURS.into_iter().chain([NOTIFY_VARIABLE, WRITE_VARIABLE]) {
             if !spec.env.contains_key(variable) {
                 command.env_remove(variable);
@@ -219,7 +218,7 @@ impl Supervisor {
         })
     }
 
-    /// Prepares the confinement of the new process; reports missing features of this machine.
+    /// Prepares the confinement of the new process; reports features missing on this machine.
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
         let spec = self.shared.spec();
         let tap = spec.pressure.as_ref().map(Tap::open).transpose();
@@ -255,7 +254,6 @@ impl Supervisor {
         Ok(confine)
     }
 
-    /// Why there is no process.
     fn not_started(&self, error: &StartError) -> DeathCertificate {
         let spec = self.shared.spec();
         let (program, source) = match error {
@@ -264,7 +262,7 @@ impl Supervisor {
             } => (program.as_str(), Some(source)),
             _ => (spec.argv.first().map_or("", String::as_str), None),
         };
-        // The missing resource may be needed for a pipe or a group.
+        // The missing resource may have been needed for a pipe or a group.
         let source = source.or_else(|| refused_by_the_kernel(error));
         let start = self.status.borrow().start;
         autopsy::not_started(
@@ -277,7 +275,7 @@ impl Supervisor {
         )
     }
 
-    /// Cause of an end; determined while the process can still be inspected, before its leftovers are ended.
+    /// Determines the cause of an end while the process can still be inspected, before its leftovers are ended.
     async fn examine(
         &self,
         child: &mut Child,
@@ -306,7 +304,7 @@ impl Supervisor {
             program: child.program.clone(),
             env: self.shared.spec().env.clone(),
             started_at: child.started_at,
-            // Of one that was taken over the time before this run is not known.
+            // For a worker taken over, the time before this run is unknown.
             ready_at: child.ready_at.filter(|_| !child.taken_over),
             was_ready: child.ready_at.is_some()
                 && self.shared.spec().readiness != Readiness::Started,
@@ -315,7 +313,6 @@ impl Supervisor {
         .await
     }
 
-    /// Takes over a process.
     fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
         let proc = &self.shared.roots.proc;
         let failed = |source| StartError::Adopt {
@@ -327,7 +324,7 @@ impl Supervisor {
             Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
         let pid = process.pid();
         let output = |fd| process::reopened(proc, pid, fd).map_err(failed);
-        // Output that the previous supervisor has read is not repeated.
+        // Output read by the previous supervisor is not repeated.
         let (stdout, stderr, log_line) = self
             .follow((output(1)?, output(2)?), survivor.was_ready)
             .map_err(failed)?;
@@ -339,7 +336,7 @@ impl Supervisor {
             _ => None,
         };
         let port = port.and_then(Claimed::fixed);
-        // Kernel messages from the time without a reader are unknown.
+        // Kernel messages from the time without a supervisor are unknown.
         let mut life = Life::before_start(&self.shared.roots);
         life.look_at_group(pid);
         self.status.send_modify(|status| {
@@ -377,8 +374,7 @@ impl Supervisor {
         })
     }
 
-    /// Reads both outputs; `found` is set when the line that shows readiness was seen, and initially to its given
-    /// value.
+    /// Reads both outputs; `found` starts with its given value and is set when the line that shows readiness appears.
     fn follow(
         &self,
         (stdout, stderr): (OwnedFd, OwnedFd),
@@ -402,7 +398,7 @@ impl Supervisor {
         ))
     }
 
-    /// Tells that it can serve.
+    /// Publishes that it is ready.
     async fn now_ready(&self, child: &mut Child) {
         let pid = child.process.pid();
         let now = Instant::now();
@@ -417,7 +413,7 @@ impl Supervisor {
         self.emit(WorkerEventKind::Ready { took }).await;
     }
 
-    /// Sees a process through to its end.
+    /// Supervises a process until its end.
     async fn attend(&mut self, mut child: Child) {
         let pid = child.process.pid();
         let spec = self.shared.spec();
@@ -470,7 +466,7 @@ impl Supervisor {
                         waiting.push(reply);
                         let sooner = Instant::now() + grace;
                         match &mut ending {
-                            // The first intent is the one that counts; a later one can only shorten the grace.
+                            // The first intent counts; later requests can only shorten the grace.
                             Some(ending) if grace.is_zero() && !ending.killed => {
                                 self.signal(&child.process, libc::SIGKILL);
                                 ending.killed = true;
@@ -504,7 +500,7 @@ impl Supervisor {
         let sentence = certificate.verdict.sentence.clone();
         self.emit(WorkerEventKind::Died(Box::new(certificate)))
             .await;
-        // A SIGKILL that we have not sent is another process's, even when we had requested an end just before.
+        // A SIGKILL that we have not sent came from another process, even if we had just requested an end.
         let intent = ending
             .filter(|ending| {
                 ending.killed
@@ -524,8 +520,8 @@ impl Supervisor {
         self.emit(WorkerEventKind::Exited(report)).await;
     }
 
-    /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has just ended by
-    /// itself, which must not be reported as our doing.
+    /// Starts ending a process; the intent is recorded before the signal is sent. `None` if it has just ended by
+    /// itself, which must not be reported as requested.
     fn end(
         &self,
         process: &Process,
@@ -537,7 +533,7 @@ impl Supervisor {
             return None;
         }
         let pid = process.pid();
-        // If they do not become ours with its end, they are found by this.
+        // Identifies leftovers that are not adopted when it ends.
         self.shared
             .family()
             .extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
@@ -551,13 +547,13 @@ impl Supervisor {
         };
         let signal = match intent {
             _ if ending.killed => libc::SIGKILL,
-            // A Python program may have a handler that prints where it stands; others leave a core file.
+            // A Python program may have a handler that prints its stack; others leave a core file.
             Intent::Hung => libc::SIGABRT,
             _ => libc::SIGTERM,
         };
         self.signal(process, signal);
         if !ending.killed {
-            // A stopped process would not see SIGTERM.
+            // A stopped process would not handle SIGTERM.
             self.signal(process, libc::SIGCONT);
         }
         Some(ending)
@@ -569,7 +565,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends the leftovers of a process, reaps it and returns its exit status.
+    /// Ends the leftovers of a process, reaps it and returns its exit report.
     async fn bury(
         &self,
         child: Child,
@@ -608,7 +604,7 @@ impl Supervisor {
             ExitStatus::Unknown
         });
         if let Some(Endpoint::Unix(path)) = &child.endpoint {
-            // A worker that was killed cannot remove it.
+            // A killed worker cannot remove it.
             let _ = std::fs::remove_file(path);
         }
         self.status.send_modify(|status| {
@@ -636,12 +632,12 @@ impl Supervisor {
             start: self.status.borrow().start,
             kind,
         };
-        // The receiver is gone only when the daemon goes down.
+        // The receiver is gone only when the daemon exits.
         let _ = self.events.send(event).await;
     }
 }
 
-/// The kernel's own error among the causes of one.
+/// Returns the kernel's own error in an error's chain.
 fn refused_by_the_kernel(error: &StartError) -> Option<&io::Error> {
     let mut next = std::error::Error::source(error);
     while let Some(error) = next {
@@ -653,7 +649,6 @@ fn refused_by_the_kernel(error: &StartError) -> Option<&io::Error> {
     None
 }
 
-/// A process with its resources.
 struct Child {
     process: Process,
     stdout: LogTail,
@@ -662,23 +657,22 @@ struct Child {
     endpoint: Option<Endpoint>,
     started_at: Instant,
     ready_at: Option<Instant>,
-    /// Whether a previous supervisor has started it.
+    /// Whether an earlier supervisor has started it.
     taken_over: bool,
     mark: SupervisorMark,
     /// Name of the worker and number of this launch, as in the environment of the process.
     label: String,
-    /// Receiver of its readiness.
     notifications: Option<Notifications>,
-    /// Removed when the last of its processes has ended.
+    /// Its control group; removed when its last process has ended.
     group: Option<WorkerGroup>,
     _port: Option<Claimed>,
-    /// State before the start, until its end is examined.
+    /// State before the start, for the examination of its end.
     life: Option<Life>,
     program: String,
 }
 
 impl Child {
-    /// Waits until the worker shows that it can serve; each attempt that fails leaves its error.
+    /// Waits until the worker is ready; each failed attempt stores its error.
     fn readiness(
         &mut self,
         readiness: &Readiness,
@@ -703,7 +697,7 @@ impl Child {
                 (Readiness::Notify, _) => {
                     note("it has not sent `READY=1`".to_owned());
                     let Some(notifications) = notifications else {
-                        // Taken over: the supervisor before has heard it, or none ever will.
+                        // Taken over: an earlier supervisor has received the notification, or it will never come.
                         if *log_line.borrow() {
                             return;
                         }
@@ -740,7 +734,7 @@ impl Child {
     }
 }
 
-/// Asks a worker once whether it can serve.
+/// Checks once whether a worker is ready.
 async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), String> {
     let client = WyomingClient::new(endpoint.clone(), ClientTimeouts::default());
     match (readiness, endpoint) {
@@ -762,7 +756,7 @@ async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), Strin
     }
 }
 
-/// Succeeds when a `GET` is answered with the status.
+/// Succeeds if a `GET` returns the status.
 async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
@@ -779,7 +773,6 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     }
 }
 
-/// A process that is being ended.
 struct Ending {
     intent: Intent,
     why: String,
@@ -796,14 +789,13 @@ impl Ending {
     }
 }
 
-/// Launches of this program so far, so that no two processes carry the same mark.
+/// Launches of this program so far, so that each process has a unique mark.
 static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
-/// Variable with the socket of sd_notify(3).
+/// Variable with the path of the sd_notify(3) socket.
 const NOTIFY_VARIABLE: &str = "NOTIFY_SOCKET";
 
-/// Variables in which systemd describes a service to itself (systemd.exec(5), sd_listen_fds(3),
-/// sd_watchdog_enabled(3)).
+/// Variables that systemd sets for a service itself (systemd.exec(5), sd_listen_fds(3), sd_watchdog_enabled(3)).
 const OURS: [&str; 17] = [
     "CACHE_DIRECTORY",
     "CONFIGURATION_DIRECTORY",
@@ -824,14 +816,13 @@ const OURS: [&str; 17] = [
     "WATCHDOG_USEC",
 ];
 
-/// Longest HTTP status line that is read.
 const STATUS_LINE_BYTES_MAX: u64 = 1024;
 
-/// How long one HTTP attempt may take; Wyoming's has the client's own time-outs.
+/// Time limit of one HTTP attempt; Wyoming attempts have the client's own timeouts.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// First pause between two attempts to reach a worker that starts; doubles up to the longest.
+/// Initial pause between two attempts to reach a starting worker; doubles up to the longest.
 const ATTEMPT_PAUSE_MIN: Duration = Duration::from_millis(10);
 
-/// Longest pause: the greatest delay until readiness is noticed.
+/// Longest pause, which bounds the delay in detecting readiness.
 const ATTEMPT_PAUSE_MAX: Duration = Duration::from_millis(100);

@@ -1,6 +1,6 @@
-//! Allocations on the shed path: none reach the system.
+//! Allocations on the shed path, none of which may reach the system.
 //!
-//! The system's allocator counts the requests that reach it, below the emergency reserve.
+//! Below the emergency reserve, the system's allocator counts the requests that reach it.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -35,19 +35,19 @@ use cotenant::{
 };
 use tokio::sync::mpsc;
 
-/// The system's allocator, counting requests of this thread.
+/// System allocator that counts the requests of this thread.
 struct Counting;
 
 thread_local! {
     static ASKED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
-    /// Memory allocated and not freed by this thread, and its maximum.
+    /// Bytes allocated and not freed by this thread, and their maximum.
     static KEPT: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
 }
 
-/// Total requests of threads called `engine`.
+/// Total allocations of threads named `engine`.
 static ASKED_BY_ENGINES: AtomicU64 = AtomicU64::new(0);
 
-/// Whether this thread is named `engine` in the kernel.
+/// Returns whether this thread is named `engine` in the kernel.
 fn is_engine() -> bool {
     let mut name = [0u8; 16];
     // SAFETY: the kernel writes at most 16 bytes, the terminator included.
@@ -103,7 +103,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: EmergencyAllocator<Counting> = EmergencyAllocator::before(Counting);
 
-/// Number and bytes of this thread's allocations during `work`.
+/// Returns number and bytes of this thread's allocations during `work`.
 fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
     let (times, bytes) = ASKED.get();
     let done = work();
@@ -111,7 +111,7 @@ fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
     (done, times_now - times, bytes_now - bytes)
 }
 
-/// Memory that this thread keeps from `work` besides its result, and the maximum meanwhile.
+/// Returns the bytes that `work` keeps on this thread besides its result, and their maximum meanwhile.
 fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
     let (before, _) = KEPT.get();
     KEPT.set((before, before));
@@ -169,7 +169,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
         .write(&path)
         .unwrap();
     let tokenizer = Tokenizer::from_header(&Header::read(&path).unwrap()).unwrap();
-    // Words as long as the library would cache, each once.
+    // Distinct words, long enough for the library's cache.
     let word = |number: u32| {
         let digits = format!("{number:05}");
         let letters: String = digits
@@ -194,7 +194,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
             .map(|thread| thread.join().unwrap())
             .sum()
     });
-    // The ledger has some 50 KiB for the text side of this model; the words' tokens were 8 MiB per thread.
+    // The ledger has some 50 KiB for the text side of this model; the words' tokens took 8 MiB per thread.
     assert!(kept < 64 << 10, "{kept} bytes are kept by four threads");
 }
 
@@ -220,7 +220,7 @@ fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     engine.join();
 }
 
-/// A sample of a machine with free memory, on which this much of the budget is used.
+/// Returns a sample of a machine with free memory on which this much of the budget is used.
 fn sample(used_mib: u64, taken_at: Timestamp) -> Sample {
     let (mem_total, mem_available) = (Bytes::from_gib(64), Bytes::from_gib(60));
     let memory = MemoryReading {
@@ -284,7 +284,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
     );
 }
 
-/// A supervisor's arbiter and an engine with a real model, connected as in the daemon.
+/// Arbiter and an engine with a real model, connected as in the daemon.
 struct Shedding {
     arbiter: Arbiter,
     handle: EngineHandle,
@@ -415,7 +415,7 @@ fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed);
     assert!(engines > 0, "the engine's thread is counted");
     let mut times = 0;
-    // One of the next samples crosses the line; the engine takes its order and releases its pages.
+    // One of the next samples crosses the watermark; the engine executes its order and releases pages.
     let ordered = (0..10).any(|_| {
         let (ordered, asked, _) = asked_by(|| emergency::within(|| shedding.sample(590)));
         times += asked;
@@ -479,7 +479,7 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
     assert!(in_use.iter().all(|bytes| *bytes <= 64 << 10), "{in_use:?}");
 }
 
-/// Bounds of a decision with 32 layers: its candidates, the plan, and its reason as text; well within the reserve. No
-/// buffer grows with the number of earlier requests.
+/// Bounds of a decision with 32 layers: candidates, plan, and reason as text; well within the reserve. No buffer grows
+/// with the number of earlier requests.
 const TIMES_MAX: u64 = 400;
 const BYTES_MAX: u64 = 256 << 10;

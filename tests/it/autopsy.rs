@@ -4,7 +4,7 @@ use std::{path::Path, process::Command};
 
 use serde_json::Value;
 
-/// A configuration of another board: more memory than exists, a program for another processor, and a GPU.
+/// A configuration for another board: more memory than exists, a program for another processor, and a GPU.
 #[test]
 fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_fit_here() {
     let dir = tempfile::tempdir().unwrap();
@@ -61,7 +61,7 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
     );
 }
 
-/// The check finds, before any start, the cause of death of each of these workers.
+/// The check predicts the cause of death of each of these workers.
 #[test]
 fn a_program_that_could_not_start_is_found_by_the_check() {
     let dir = tempfile::tempdir().unwrap();

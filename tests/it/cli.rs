@@ -26,7 +26,7 @@ fn run(folder: &TempDir, arguments: &[&str]) -> (Option<i32>, String, String) {
     )
 }
 
-/// A folder with `cotenant.yaml`.
+/// Creates a folder with `cotenant.yaml`.
 fn configured(text: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("cotenant.yaml"), text).unwrap();
@@ -90,7 +90,7 @@ fn a_model_whose_template_no_load_would_take_is_refused_by_the_check() {
 fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
     damaged_demo_is_refused("merge", |model| {
         let key = b"tokenizer.ggml.merges";
-        // After the types of the list and of its entries, their number, and the length of the first one.
+        // After the types of the list and of its entries, the number of entries, and the length of the first one.
         let merge = place_of(key, model) + key.len() + 4 + 4 + 8 + 8;
         let space = merge + place_of(b" ", &model[merge..]);
         model[space] = b'x';
@@ -191,7 +191,7 @@ fn a_taken_address_is_named_with_its_key() {
     }
 }
 
-/// Output of the program on a terminal.
+/// Returns the output of the program on a terminal.
 fn on_a_terminal(command: &mut Command) -> String {
     let (mut master, mut slave) = (0, 0);
     // SAFETY: opens two descriptors, which are owned below; no name and no settings are requested.
@@ -228,7 +228,7 @@ fn logs_on_a_terminal_are_plain_text() {
     let port = taken.local_addr().unwrap().port();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().display();
-    // The log warns of a listener on every network, and the taken port ends the start.
+    // The log warns of a listener open to every network, and the used port ends the start.
     let text = format!(
         "state_dir: {path}/state\nruntime_dir: {path}/run\ngrpc: {{socket: {path}/c.sock, abstract_name: none}}\n\
          http: {{listen: 127.0.0.1:{port}}}\nwyoming: {{listen: [\"tcp://0.0.0.0:0\"]}}\nlog: {{format: text}}\n"

@@ -130,7 +130,7 @@ async fn a_worker_of_another_user_still_ends_with_its_handle() {
     spec.readiness = Readiness::LogLine("up".to_owned());
     let worker = bench.handle(spec);
     let pid = started(&worker).await;
-    // Changing the user clears the parent-death signal; it is set after that.
+    // Changing the user clears the parent-death signal; it must be set afterwards.
     let report = worker.stop_because(None, "").await.unwrap();
     assert_eq!(report.pid, pid);
 }

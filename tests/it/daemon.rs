@@ -1,4 +1,4 @@
-//! The whole program as a user runs it: a child process with real models and workers.
+//! The complete program as run by a user: a child process with real models and workers.
 
 mod absent;
 mod activation;

@@ -1,4 +1,4 @@
-//! Dropping the oldest context: results that match a sequence without it, and the limits.
+//! Dropping the oldest context: equality with a sequence without it, and the limits.
 
 use std::path::{Path, PathBuf};
 
@@ -51,7 +51,7 @@ fn text(len: u32) -> Vec<u32> {
     (0..len).map(|at| (at * 37 + at * at % 11) % 300).collect()
 }
 
-/// The largest difference of two rows of logits, relative to their spread.
+/// Returns the largest difference of two rows of logits, relative to their spread.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let spread = a.iter().fold(0f32, |most, x| most.max(x.abs()));
     let most = a
@@ -61,13 +61,13 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     most / spread
 }
 
-/// In a single layer, keys and values do not depend on earlier tokens: a sequence that has lost its oldest tokens
-/// equals one that never had them, recomputed.
+/// In a single layer, keys and values do not depend on earlier tokens: a sequence that has dropped its oldest tokens
+/// equals a recomputed one without them.
 #[test]
 fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     for architecture in Architecture::ALL {
         if matches!(architecture, Architecture::Lfm2 | Architecture::Qwen35) {
-            continue; // their recurrent layers keep earlier tokens in their state
+            continue; // recurrent layers keep earlier tokens in their state
         }
         let bounds = [(KvType::F16, 2e-3), (KvType::Q8, 2e-2), (KvType::Q4, 0.25)];
         let types = if architecture == Architecture::Qwen3 {
@@ -84,7 +84,7 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             let mut long = open(&path, &plan(0..2, 256, kv_type), 2);
             long.allow_dropping(Some(Tokens::new(4)));
             long.forward(&all[..256], &mut go()).unwrap();
-            // Three of its blocks in succession, and then it continues in the place of the first.
+            // Three of its blocks are filled in succession, then the place of the first one is reused.
             assert_eq!(
                 long.droppable(),
                 Tokens::new(128),
@@ -116,10 +116,9 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     }
 }
 
-/// Reasons for dropping tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// The capacity is used up: the next tokens replace the oldest.
+    /// The capacity is exhausted: the next tokens replace the oldest.
     Full,
     /// The capacity shrinks between two tokens: data at the end moves to the place of the oldest.
     Shrunk,
@@ -127,7 +126,7 @@ enum Way {
     ShrunkInside,
 }
 
-/// Logits of each token after 128 of 256 were dropped in some way, with the KV type in force afterwards.
+/// Returns the logits of each token after 128 of 256 were dropped for a reason, with the KV type in force afterwards.
 fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType) -> Vec<Vec<f32>> {
     let all = text(400);
     let plan = |kv, kv_type| plan(resident.iter().copied(), kv, kv_type);
@@ -156,7 +155,8 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
             );
         }
         Way::ShrunkInside => {
-            // A token that fits the smaller capacity once the oldest are gone: requested before its first layer.
+            // A token that fits the smaller capacity once the oldest are dropped, which is requested before its first
+            // layer.
             model.make_room();
             let mut asked = false;
             let mut checkpoint = || {
@@ -166,7 +166,7 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
                     Flow::Apply(plan(192, KvType::F16))
                 }
             };
-            // 192 tokens are present and one arrives: 64 more are dropped.
+            // With 192 tokens present, one more drops another 64.
             rows.push(
                 model
                     .forward(&all[256..257], &mut checkpoint)
@@ -195,7 +195,7 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
         "{held:?}"
     );
     assert!(model.kernel_resident() <= held.used() - held.header);
-    // The next tokens to drop lie elsewhere by now.
+    // The next tokens to drop have moved.
     assert_eq!(model.make_room(), Tokens::new(64));
     rows.push(model.forward(&all[330..363], &mut go()).unwrap().to_vec());
     // Another sequence is unaffected.
@@ -247,7 +247,7 @@ fn nothing_is_dropped_that_may_not_be() {
     let all = text(256);
     let mut model = open(&path, &plan(0..5, 256, KvType::F16), 2);
     model.forward(&all[..250], &mut go()).unwrap();
-    // It was not allowed.
+    // Dropping was not permitted.
     assert_eq!(
         (model.make_room(), model.droppable()),
         (Tokens::ZERO, Tokens::ZERO)
@@ -270,7 +270,7 @@ fn nothing_is_dropped_that_may_not_be() {
         assert_eq!(model.droppable(), Tokens::new(droppable), "{sinks}");
     }
     assert_eq!(model.make_room(), Tokens::ZERO);
-    // A plan that requires dropping more than allowed gets the possible part.
+    // A plan that requires more dropping than permitted achieves the possible part.
     model.allow_dropping(Some(Tokens::new(4)));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
     assert_eq!(
@@ -278,7 +278,7 @@ fn nothing_is_dropped_that_may_not_be() {
         (Tokens::new(64), Tokens::new(192))
     );
     assert_eq!(model.position(), 186);
-    // No longer allowed: dropped tokens stay dropped, and nothing follows it.
+    // No longer permitted: dropped tokens stay dropped, and nothing can be appended.
     model.allow_dropping(None);
     assert_eq!(
         (model.droppable(), model.dropped().0),
@@ -288,14 +288,14 @@ fn nothing_is_dropped_that_may_not_be() {
         model.apply(&plan(0..5, 64, KvType::F16)).unwrap().asked,
         Bytes::ZERO
     );
-    // And no prompt continues from it: tokens after the gap depend on the dropped ones.
+    // No prompt continues from it: tokens after the gap depend on the dropped ones.
     let mut fresh = open(&path, &plan(0..5, 192, KvType::F16), 2);
     model.reset();
     let expected = fresh.forward(&all[..80], &mut go()).unwrap().to_vec();
     assert!(model.forward(&all[..80], &mut go()).unwrap()[..] == expected[..]);
 }
 
-/// All layers at once: llama.cpp moves the kept cells and rotates their keys by the length of the gap.
+/// With all layers: llama.cpp moves the kept cells and rotates their keys by the length of the gap.
 #[test]
 fn what_goes_on_is_what_goes_on_in_llama_cpp() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-synthetic");

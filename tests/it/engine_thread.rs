@@ -1,4 +1,4 @@
-//! The engine's thread from outside: plans during work, its end, and real models.
+//! The engine's thread from outside: plans during work, shutdown, and real models.
 #![expect(clippy::panic, reason = "test helpers")]
 
 use std::{
@@ -144,7 +144,7 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
         other => panic!("{other:?}"),
     }
     let answer = collect(&mut stream);
-    // It ends at the end of the remaining capacity, and reports why; the text so far is its own.
+    // It ends when the remaining capacity is used, and reports why; the text so far is correct.
     assert_eq!(answer.reason(), FinishReason::KvReclaimed);
     assert_eq!(answer.tokens.len(), 9);
     stage.handle.apply(2, plan(CONTEXT_MAX));
@@ -157,7 +157,7 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     stage.stop();
 }
 
-/// The request, with permission to grow to the model's maximum KV capacity.
+/// Permits a request to grow the KV capacity to the model's maximum.
 fn may_grow(request: GenerateRequest) -> GenerateRequest {
     GenerateRequest {
         grows_to: Tokens::new(CONTEXT_MAX),
@@ -306,7 +306,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
         other => panic!("{other:?}"),
     };
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    // A plan while nothing is being answered.
+    // A plan while idle.
     stage.handle.apply(1, hanging());
     assert_eq!(keeper.arrived(), HANGS.get());
     stage.handle.apply(2, plan(64));
@@ -315,7 +315,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
         stage.command_event(),
         EngineEvent::Applied { revision: 2, .. }
     ));
-    // A plan, and the end of a request, in the middle of its prompt.
+    // A plan, and the end of a request during its prompt.
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
     keeper.arrived();
     stage.handle.apply(3, hanging());
@@ -345,8 +345,8 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
     };
     let soon = || Some(Instant::now() + Duration::from_millis(50));
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    // Deadline of the answer that waits for the growth. If it passes before the plan arrives, the growth waits for no
-    // answer.
+    // Deadline of the answer that waits for the growth. If it passes before the plan arrives, no answer waits for the
+    // growth.
     let due = GenerateRequest {
         deadline: soon(),
         ..request(1, "a")
@@ -369,7 +369,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
         stage.command_event(),
         EngineEvent::Applied { revision: 2, .. }
     ));
-    // Deadline of one that waits while nothing is being answered.
+    // Deadline of an answer that waits while nothing runs.
     stage.handle.apply(3, hanging());
     let due = GenerateRequest {
         deadline: soon(),
@@ -401,7 +401,7 @@ fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read
                 .contains("the disk has not answered for 4000 ms"),
             "{error}"
         );
-        // By the time the end is observed.
+        // Once the end is observed.
         assert_eq!(
             stage.handle.snapshot().held,
             Some(RING.saturating_mul(hung))
@@ -593,7 +593,7 @@ fn a_daemon_that_does_not_listen_holds_up_no_answer() {
     stage.engine.join();
 }
 
-/// An engine with a computing model of random weights.
+/// Engine with a computing model of random weights.
 struct Real {
     engine: Engine,
     handle: EngineHandle,
@@ -695,7 +695,7 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
                                 assert!(breakdown.is_none_or(|held| held.total == report.held));
                                 break;
                             }
-                            // Growth into the place of a chunk must be requested again.
+                            // Growth into the memory of a chunk must be requested again.
                             EngineEvent::ApplyFailed { error, .. } => {
                                 assert!(
                                     error.to_string().contains("tokens is under way"),
@@ -771,7 +771,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
     // The remainder is not a prefix of anything.
     let (again, cached, _) = ask(3, None, 170);
     assert_eq!((cached, again), (0, short));
-    // A cancelled answer, mostly in the middle of a pass, also reports the tokens dropped until then.
+    // A cancelled answer, mostly during a pass, also reports the tokens dropped until then.
     let mut lost = vec![0, 128, 0];
     for id in 11..14 {
         let request = GenerateRequest {
@@ -799,7 +799,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
         assert!(usage.dropped_tokens > Tokens::ZERO, "{usage:?}");
         lost.push(usage.dropped_tokens.get());
     }
-    // If the whole prompt stays, nothing old can be dropped.
+    // If the whole prompt is kept, nothing old can be dropped.
     let (_, _, end) = ask(4, Some(Sinks::Prompt), 170);
     assert_eq!(end, (FinishReason::Length, 93, 0));
     handle.stop();
@@ -923,9 +923,9 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
         };
         let prompt: Vec<u32> = (40..112).collect();
-        // Room for the copy of the recurrent state beside the longest answer, however late it is cancelled.
+        // Capacity for the copy of the recurrent state beside the longest answer, however late it is cancelled.
         handle.apply(1, real_plan(0..5, 2048, 16));
-        // On a machine that cancels it late, the whole answer may be there.
+        // On a machine that cancels late, the answer may be complete.
         let interrupt = |ids: std::ops::Range<u64>| {
             let done = ids.clone().any(|id| {
                 collect(&mut handle.generate(request(id, &[1, 2, 3], 2)).unwrap());
@@ -1018,7 +1018,7 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
             let held = model.breakdown();
             assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
         }
-        // Completed chunks stay; of a recurrent state, the copy at the mark.
+        // Completed chunks are kept; of a recurrent state, the copy at the mark.
         let expected = if model.shape().state_bytes > Bytes::ZERO {
             [16, 16, 16]
         } else {
@@ -1115,7 +1115,7 @@ fn the_time_of_an_answer_includes_its_prompt() {
     stage.stop();
 }
 
-/// A form that is never fully computed.
+/// Form whose computation never completes.
 struct NeverReady;
 
 impl TokenMask for NeverReady {
@@ -1161,7 +1161,7 @@ fn the_time_of_an_answer_includes_the_wait_for_its_form() {
     stage.stop();
 }
 
-/// Some letters are forced: all at once, or one at a time.
+/// Form that forces some letters: all at once, or one at a time.
 struct Led {
     letters: &'static [u8],
     said: usize,
@@ -1209,7 +1209,7 @@ fn what_a_form_forces_ends_and_goes_on_as_token_by_token() {
     let long: &[u8] = &[b'q'; 200];
     for (letters, most, stop, context) in [
         (b"kitchen".as_slice(), 20, None, 512),
-        // Within the forced text: the most tokens, a stop text, the end of the KV capacity.
+        // Ends within the forced text: token limit, stop text, end of the KV capacity.
         (b"kitchen", 3, None, 512),
         (b"kitchen", 20, Some("tc"), 512),
         (long, 300, None, 128),
@@ -1291,7 +1291,7 @@ fn a_long_answer_ends_while_others_as_urgent_wait() {
         assert_eq!(collect(&mut second).tokens.len(), 3);
         stage.stop();
     }
-    // Alone it has no time limit.
+    // Alone, it has no time limit.
     let stage = Stage::new(Setting::default(), drone);
     let alone = GenerateRequest {
         time_shared: Some(Duration::ZERO),

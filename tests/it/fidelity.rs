@@ -1,6 +1,6 @@
 //! Models compared with llama.cpp's results: the demo model and synthetic ones.
 //!
-//! The demo model uses `fixtures/reference`, models of random weights at the shapes of public ones use
+//! The demo model uses `fixtures/reference`, models of random weights with the shapes of public ones use
 //! `fixtures/reference-shapes`; both contain the answers and their origin.
 
 use std::{fs, path::PathBuf, process::Command};
@@ -12,7 +12,7 @@ use cotenant::{
 };
 use serde::{Deserialize, de::DeserializeOwned};
 
-/// A margin between the best logits below which another rounding may choose differently (see the fixture's README).
+/// Margin between the best logits below which different rounding may select another token (see the fixture's README).
 const CLOSE_CALL: f32 = 0.2;
 
 #[derive(Deserialize)]
@@ -86,7 +86,7 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
     }
 }
 
-/// The demo model with these layers resident, and its text side.
+/// Opens the demo model with these layers resident, and its text side.
 fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
     let options = ModelOptions {
         compute: 2.into(),
@@ -105,7 +105,6 @@ fn go() -> impl FnMut() -> Flow {
     || Flow::Continue
 }
 
-/// The index of the highest logit.
 fn best(logits: &[f32]) -> u32 {
     let (at, _) = logits
         .iter()
@@ -128,7 +127,7 @@ fn the_demo_model_reads_texts_as_llama_cpp_does() {
     let (_, text) = open([]);
     let texts: Vec<Text> = reference("tokens.json");
     assert_eq!(texts.len(), 66);
-    // We compose accents as the publisher's `tokenizer.json` does, llama.cpp does not.
+    // We compose accents like the publisher's `tokenizer.json`, unlike llama.cpp.
     for Text { text: said, tokens } in texts
         .into_iter()
         .filter(|text| !text.text.contains('\u{301}'))
@@ -148,7 +147,7 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
     let plans = [plan(0..9), plan([])];
     let mut longest = 0;
     let all: Vec<Continuation> = reference("greedy.json");
-    // One that counts and one that rambles are as long again; an unoptimised build is slow.
+    // The two left out are as long as the others together; an unoptimised build is slow.
     let shown = all
         .iter()
         .filter(|one| !matches!(&*one.name, "count" | "past_end"));
@@ -286,7 +285,7 @@ fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_a
         );
         let Measured { figures } = serde_json::from_slice(&output.stdout).unwrap();
         let value = |what: &str| Some(figures.iter().find(|value| value.what == what)?.median);
-        // Q8_0 is not repacked on x86-64: there the two have the same bits, and attention accounts for the difference.
+        // Q8_0 is not repacked on x86-64: both ways are bit-identical there, and attention accounts for the difference.
         let times = value("ours from plain, over repacked from plain")
             .or_else(|| value("ours from plain, over the widest of its own"))
             .unwrap();

@@ -93,7 +93,7 @@ fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_reported() {
         ("a", FinishReason::StopText(0))
     );
     stage.stop();
-    // The model itself may end in the middle of a character, which is reported.
+    // The model itself may end within a character, which is reported.
     let stage = Stage::new(Setting::default(), |sequence| {
         Act::Say(if sequence.len() == 3 {
             IM_END
@@ -245,13 +245,13 @@ fn a_reader_that_never_reads_is_cancelled() {
     };
     let (mut stage, keeper) = Stage::gated(options, drone);
     let mut stuck = stage.handle.generate(request(1, "a")).unwrap();
-    // The start and two deltas fill its slots; the third delta finds none.
+    // The start and two deltas fill its slots; the third delta does not fit.
     for _ in 0..5 * LAYERS {
         keeper.arrived();
         keeper.go();
     }
     keeper.arrived();
-    std::thread::sleep(Duration::from_millis(21)); // the limit itself, which must have passed by now
+    std::thread::sleep(Duration::from_millis(21)); // longer than the limit itself
     keeper.open();
     assert_eq!(stage.finished(1), Ok(FinishReason::Cancelled));
     let answer = collect(&mut stuck);
@@ -360,7 +360,7 @@ fn a_deadline_ends_waiting_and_running_requests() {
             ..request(2, "a")
         })
         .unwrap();
-    std::thread::sleep(Duration::from_millis(31)); // both deadlines themselves
+    std::thread::sleep(Duration::from_millis(31)); // longer than both deadlines
     keeper.open();
     for stream in [&mut running, &mut waiting] {
         let error = collect(stream).error();
@@ -431,7 +431,7 @@ fn a_prompt_beyond_the_present_capacity_is_refused_for_now() {
 fn a_prompt_that_goes_on_with_the_last_answer_is_not_computed_again() {
     let stage = Stage::new(Setting::default(), babble);
     let first = stage.ask(limited(1, "question", 6));
-    // The last token was reported but never computed.
+    // The last token was reported but not computed.
     let next = format!("question{} and more", first.text);
     let continued = stage.ask(limited(2, &next, 6));
     assert_eq!(continued.started, Some((8 + 6 + 9, 8 + 5)));

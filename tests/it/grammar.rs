@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use crate::support::children;
 
-/// SmolLM, Llama 2, SmolLM2, Llama 3, Qwen 2.5, gpt-oss, Qwen 3.5, Gemma 3.
+/// Vocabulary sizes of SmolLM, Llama 2, SmolLM2, Llama 3, Qwen 2.5, gpt-oss, Qwen 3.5 and Gemma 3.
 #[test]
 fn forms_are_kept_with_16_384_tokens() {
     forms_are_kept(16_384);
@@ -123,7 +123,7 @@ fn forms_are_kept(tokens: usize) {
     assert!(peak <= most, "{peak} of {most}");
 }
 
-/// Functions with schemas similar to those of products, some 1.5 KB each.
+/// Returns functions with schemas similar to those of products, some 1.5 KB each.
 pub(crate) fn tools(count: usize) -> Vec<Value> {
     let text = "Turns the device on or off, or sets how bright it is, by the name of the room that it is in.";
     let function = |number: usize| {
@@ -176,7 +176,7 @@ fn prepare(
     Ok(side.prepare(&request, Client::PATIENT)?.mask.unwrap())
 }
 
-/// An answer of a model without preferences: any token that the form allows, by the seed; `None` if it does not end.
+/// Returns an answer of a model without preferences: random tokens allowed by the form; `None` if it does not end.
 fn babble(side: &TextSide, mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
     let tokenizer = side.tokenizer();
     let mut sampler = Sampler::new(Sampling {
@@ -213,7 +213,7 @@ fn helper_pid() -> u32 {
     mine.into_iter().find(is_helper).expect("the helper runs")
 }
 
-/// Peak anonymous memory of a process, as far as the kernel reports it: its peak without file pages.
+/// Returns the peak anonymous memory of a process, as far as the kernel reports it: its peak without file pages.
 fn peak_bytes(pid: u32) -> Bytes {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |key: &str| -> u64 {
@@ -226,8 +226,8 @@ fn peak_bytes(pid: u32) -> Bytes {
     Bytes::from_kib(kib("VmHWM:").saturating_sub(kib("RssFile:")))
 }
 
-/// A byte-level BPE vocabulary: bytes, white space, code punctuation, numbers, parts of words of several scripts with
-/// and without the space before them, and a few long ones.
+/// Returns a byte-level BPE vocabulary: bytes, white space, code punctuation, numbers, word parts of several scripts
+/// with and without a preceding space, and a few long ones.
 fn header(count: usize) -> Header {
     let mut seen = HashSet::with_capacity(count);
     let mut texts: Vec<Vec<u8>> = Vec::with_capacity(count);
@@ -255,7 +255,7 @@ fn header(count: usize) -> Header {
     for character in ('\u{4e00}'..'\u{5e00}').step_by(3) {
         add(character.to_string().into_bytes());
     }
-    // First bytes of characters, which vocabularies contain as well.
+    // First bytes of characters, which real vocabularies contain as well.
     for lead in 0xe4..=0xe9u8 {
         for next in 0x80..0xb0u8 {
             add(vec![lead, next]);

@@ -1,4 +1,4 @@
-//! Helper process: grammars and chat templates stay within their bounds, without leaks.
+//! Helper process: grammars and chat templates are bounded, and leave no memory behind.
 
 use std::{
     fs,
@@ -57,7 +57,7 @@ fn helper_pid() -> u32 {
     helper.expect("the helper runs")
 }
 
-/// Anonymous memory of a process, in kB.
+/// Returns the anonymous memory of a process, in kB.
 fn anonymous(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -72,7 +72,7 @@ fn wait_for_no_jobs(helper: u32) {
     }
 }
 
-/// Without bounds, each takes seconds and gigabytes, or ends the process.
+/// Without limits, each takes seconds and gigabytes, or ends the process.
 fn hostile() -> Vec<Value> {
     let mut nested = json!({"type": "string"});
     for _ in 0..120 {
@@ -125,7 +125,7 @@ fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
     assert_eq!(helper_pid(), helper, "it is the same one");
 }
 
-/// Refused ones keep nothing, even if many are requested at the same time.
+/// Refused ones keep no memory, even if many are requested at the same time.
 #[test]
 fn fourteen_refused_schemas_at_once_leave_nothing() {
     let side = text_side(None);
@@ -215,7 +215,7 @@ fn a_template_that_takes_all_memory_or_time_is_refused() {
     }
 }
 
-/// Each overflows the stack, or takes seconds and gigabytes, if compiled without bounds.
+/// Without limits, each overflows the stack, or takes seconds and gigabytes.
 #[test]
 fn templates_that_cannot_be_compiled_within_bounds_are_refused() {
     let long = |text: &str, times: usize| text.repeat(times);
@@ -317,7 +317,7 @@ fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
     }
 }
 
-/// A helper that cannot be restarted is not the request's fault.
+/// If the helper cannot be restarted, the request is not at fault.
 #[test]
 fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
     use std::os::unix::fs::PermissionsExt as _;

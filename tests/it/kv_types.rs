@@ -50,7 +50,7 @@ fn text(len: u32) -> Vec<u32> {
     (0..len).map(|at| (at * 37 + at * at % 11) % 300).collect()
 }
 
-/// Logits after each part of a text, each with the KV type applied before it, or in its middle.
+/// Returns the logits after each part of a text, with a KV type applied before each part, or within it.
 fn history(
     path: &Path,
     threads: usize,
@@ -141,7 +141,7 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
     }
 }
 
-/// The largest difference of two rows of logits, relative to their spread.
+/// Returns the largest difference of two rows of logits, relative to their spread.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let spread = a.iter().fold(0f32, |most, x| most.max(x.abs()));
     let most = a
@@ -202,7 +202,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
     let asked = |kind| kv.capacity_bytes(Tokens::new(640), kind);
     let reported = |report: &ApplyReport, from, to| {
         assert_eq!(report.asked, asked(from) - asked(to));
-        // Every byte was resident or never touched, except for places of the last block without a token.
+        // Every byte was resident or untouched, except for places of the last block without a token.
         assert!(
             report.freed + report.untouched + kv.block_bytes(from) >= report.asked,
             "{report:?}"
@@ -234,7 +234,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
         "what is kept as it is can be gone on from"
     );
 
-    // Back to the larger type: the running sequence continues with its data, the next one is recomputed.
+    // Back to the larger type: the running sequence keeps its data, the next one is recomputed.
     let report = model.apply(&plan(0..5, 640, 128, KvType::F16)).unwrap();
     assert_eq!(report.grown, asked(KvType::F16) - asked(KvType::Q4));
     let continued = model.forward(&tokens[130..], &mut go()).unwrap().to_vec();

@@ -158,7 +158,7 @@ fn a_config_json_is_planned_like_the_file_that_it_becomes() {
     assert_eq!(total(config.to_str().unwrap()), total(&model));
 }
 
-/// The plan of a published configuration.
+/// Returns the plan of a published configuration.
 fn of_config(text: &str, arguments: &[&str]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("config.json");
@@ -202,8 +202,9 @@ fn published_kv_sizes_are_those_of_the_plan() {
     let llama = of_config(LLAMA_3_8B, &["--context", "4096", "--kv-type", "f16"]);
     assert_eq!(llama["model"]["kvBytesPerToken"], 2 * 32 * 8 * 128 * 2);
     assert_eq!(bytes_of(&llama, "kv"), 512 << 20);
-    // The published 109 MiB are 2000 tokens of one byte per element: 2 × 28 × 8 × 128 × 2000. Ours has in addition a
-    // scale of 2 bytes per 32 elements, and 2048 tokens: 34 / 32 × 2048 / 2000 as much, 119 MiB, and whole pages.
+    // The published 109 MiB are 2000 tokens of one byte per element: 2 × 28 × 8 × 128 × 2000. Ours adds a scale of 2
+    // bytes per 32 elements, and has 2048 tokens: a factor of 34 / 32 × 2048 / 2000 gives 119 MiB, rounded to whole
+    // pages.
     let small = of_config(LLAMA_3_2_3B, &["--context", "2048", "--kv-type", "q8"]);
     assert_eq!((2 * 28 * 8 * 128 * 2000) >> 20, 109);
     assert_eq!(
@@ -212,8 +213,8 @@ fn published_kv_sizes_are_those_of_the_plan() {
     );
     let kv = bytes_of(&small, "kv") - 2 * 28 * 8 * 128 * 34 / 32 * 2048;
     assert!(kv < 2 << 20, "{kv}");
-    // 64 KiB per token were published for 8 KV heads; the model's own configuration has 4, and 8 of its 32 layers
-    // attend.
+    // 64 KiB per token were published for 8 KV heads; the model's own configuration has 4, and 8 of its 32 layers have
+    // attention.
     for (heads, per_token) in [(8, 64 << 10), (4, 32 << 10)] {
         let qwen = of_config(&qwen3_5_4b(heads), &["--kv-type", "f16"]);
         assert_eq!(qwen["model"]["kvBytesPerToken"], per_token);
@@ -223,7 +224,7 @@ fn published_kv_sizes_are_those_of_the_plan() {
 /// Published totals, as far as their parts are known, and ours.
 #[test]
 fn published_totals_are_explained_by_the_plan() {
-    // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, the system included, and 8.5 GB with a margin of a
+    // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, including the system, and 8.5 GB with a margin of a
     // quarter. An idle board uses 1224 MiB. Ours has no margin: every allocation is in the plan.
     let llama = of_config(
         LLAMA_3_8B,
@@ -242,9 +243,9 @@ fn published_totals_are_explained_by_the_plan() {
         llama["verdict"].as_str().unwrap().split(':').next(),
         Some("fits")
     );
-    // 12.9 GB were in use with Qwen3.5-4B in another engine at 8192 tokens, the system included. Recognition and speech
-    // of 2271 MiB, 3363 MiB during their start, do not fit beside it: 12 947 + 3363 of 15 656 MiB. Beside ours they do,
-    // and ours beside that engine keeps 6 of its 128 parts.
+    // 12.9 GB were in use with Qwen3.5-4B in another engine at 8192 tokens, including the system. Recognition and
+    // speech of 2271 MiB, 3363 MiB during their start, do not fit in addition: 12 947 + 3363 of 15 656 MiB. With our
+    // engine they fit, and our LLM together with that engine keeps 6 of its 128 parts resident.
     let speech = ["--reserve", "1224MiB", "--worker", "speech=3363MiB:2271MiB"];
     let ours = of_config(
         &qwen3_5_4b(4),
@@ -398,8 +399,8 @@ fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
     );
 }
 
-/// Memory and speed published for TensorRT Edge-LLM 0.9 with weights of 4 bits on an Orin NX 16 GB, and the implied
-/// requirements on ours: memory by the plan, speed by the bytes of a token and the instructions of the kernels. Nothing
+/// Memory and speed published for TensorRT Edge-LLM 0.9 with 4-bit weights on an Orin NX 16 GB, and the implied
+/// requirements on ours: memory by the plan, speed by the bytes per token and the instructions of the kernels. Nothing
 /// here was measured on an Orin.
 #[test]
 fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_bound_of_the_kernels()
@@ -423,8 +424,8 @@ fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_b
             &["--context", "4096", "--kv-type", "q8", "--weights", weights],
         );
         let held = bytes_of(&plan, "total") + CONTEXT_ASSUMED;
-        // Per token all weights are read, the state is read and written, and at the end of the context all of it is
-        // read.
+        // Per token, all weights are read, and the state is read and written; at the end of the context, the whole KV
+        // cache is read.
         let a_token =
             bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
         let needed = f64::from(u32::try_from(a_token / 1_000_000).unwrap()) * tokens_per_s / 1e3;
@@ -444,7 +445,7 @@ fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_b
     }
 }
 
-/// Assumed memory of a CUDA context on an Orin, where it has not been measured; `cotenant check` measures it.
+/// Assumed memory of a CUDA context on an Orin, not measured yet; `cotenant check` measures it.
 const CONTEXT_ASSUMED: u64 = 256 << 20;
 /// LPDDR5 of 128 bits at 3199 MHz: NVIDIA's data sheet.
 const ORIN_NX_GB_PER_S: f64 = 102.4;

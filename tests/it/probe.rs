@@ -1,4 +1,4 @@
-//! Readings of whole machines: folders that represent a board, and the test's own host.
+//! Readings of whole machines: folders that represent a board, and the test host itself.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use cotenant::{
     units::{Bytes, Timestamp},
 };
 
-/// A folder that represents a machine; files are added by path and taken from captures of boards.
+/// Folder that represents a machine; files are added by path, or from captures of boards.
 struct Machine {
     folder: tempfile::TempDir,
     root: ProbeRoot,
@@ -50,7 +50,7 @@ impl Machine {
         self.with(path, content)
     }
 
-    /// An Orin NX 16 GB on L4T 36.4.7 with this `/proc/meminfo`, no PSI, read by root.
+    /// Creates an Orin NX 16 GB with L4T 36.4.7, this `/proc/meminfo`, and no PSI, read by root.
     fn orin_nx(meminfo: &str, pool_pages: u64) -> Self {
         Self::new()
             .with_capture("proc/meminfo", &format!("meminfo/{meminfo}.txt"))
@@ -94,7 +94,7 @@ impl Machine {
     }
 }
 
-/// A child ended with the test.
+/// Child that ends with the test.
 struct Neighbour(Child);
 
 impl Drop for Neighbour {
@@ -189,8 +189,8 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         .gpu
         .gpu_orphaned;
     assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
-    // Without root, on a board of which only meminfo is read: idle, and then with the voice stack. 5241728 − 1125520
-    // KiB more belong to no process, of which zram's store has grown by 1000 KiB.
+    // Without root, on a board of which only meminfo is readable: idle, and then with the voice stack. 5241728 −
+    // 1125520 KiB more belong to no process, of which zram's store accounts for 1000 KiB.
     let board = Machine::new()
         .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
         .with_capture(
@@ -396,7 +396,7 @@ fn memory_that_this_process_touches_shows_in_its_pss_and_in_its_session() {
 #[test]
 fn a_child_belongs_to_our_tree_until_it_is_reaped() {
     let root = ProbeRoot::default();
-    // Waits for its input to end, which happens when the test closes the pipe.
+    // Waits for the end of its input, when the test closes the pipe.
     let child = Command::new("cat")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -420,7 +420,7 @@ fn a_child_belongs_to_our_tree_until_it_is_reaped() {
     assert_eq!(processes::sum(&root.proc, [0x7fff_ffff]).processes, 0);
 }
 
-/// Whether this process may choose any window.
+/// Returns whether this process may choose any window.
 fn has_cap_sys_resource() -> bool {
     let found = Capabilities::probe(&ProbeRoot::default());
     found.get("oom_score_adj").unwrap().presence == Presence::Present
@@ -506,7 +506,7 @@ async fn a_real_stall_wakes_the_ticker() {
     let root = ProbeRoot::default();
     let mut watch = PsiWatch::arm(&root);
     assert!(watch.rung >= PsiRung::TriggerTwoSeconds, "{watch:?}");
-    // More sensitive than the daemon's, so that a fast disk suffices.
+    // A lower threshold than the daemon's, so that a fast disk suffices.
     let pressure = Path::new("/proc/pressure/memory");
     watch.trigger =
         Some(PsiTrigger::arm(pressure, Duration::from_millis(20), Duration::from_secs(2)).unwrap());
@@ -601,7 +601,7 @@ fn a_sample_file_with_garbage_is_an_error_with_its_line_and_what_is_optional_is_
         let error = sampler.read().unwrap_err();
         assert!(error.to_string().contains("meminfo"), "{error}");
     }
-    // Nothing of it remains.
+    // No trace of it remains.
     write("meminfo", good);
     assert_eq!(sampler.read().unwrap().meminfo, reading.meminfo);
 }

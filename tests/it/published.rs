@@ -1,6 +1,6 @@
 //! Published models compared with llama.cpp's results.
 //!
-//! `fixtures/published` contains the answers and their origin. `COTENANT_MODELS` names the folder filled by
+//! `fixtures/published` contains the answers and their origin. `COTENANT_MODELS` is the folder filled by
 //! `tests/models`.
 
 use std::{
@@ -20,8 +20,8 @@ use serde::Deserialize;
 pub(crate) const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const GEMMA3: &str = "gemma-3-270m-Q4_K_M.gguf";
 
-/// A margin between the best logits below which another rounding may choose differently: the spread of llama.cpp's own
-/// two ways is up to 0.5 with these types of weights.
+/// Margin between the best logits below which different rounding may select another token: the spread between
+/// llama.cpp's own two ways is up to 0.5 with these weight types.
 const CLOSE_CALL: f32 = 0.5;
 
 #[derive(Deserialize)]
@@ -64,7 +64,7 @@ struct Logits {
     f32: Vec<Vec<f32>>,
 }
 
-/// The folder with published models; prints that a test is skipped if there is none.
+/// Returns the folder with published models; without one, prints that a test is skipped.
 pub(crate) fn models() -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| std::env::var_os("COTENANT_MODELS").map(PathBuf::from));
@@ -93,7 +93,7 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv_type: KvType) -> EnginePlan 
     }
 }
 
-/// The model with every layer streamed, and its text side.
+/// Opens the model with every layer streamed, and its text side.
 fn open(path: &Path) -> (Model, TextSide) {
     let options = ModelOptions {
         compute: 2.into(),
@@ -129,7 +129,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
         .fold(0.0, f32::max)
 }
 
-/// Every layer, every second one, none.
+/// Returns sets of resident layers: every layer, every second one, none.
 fn residencies(model: &Model) -> [Vec<u32>; 3] {
     let layers = model.shape().layer_count();
     [
@@ -139,7 +139,7 @@ fn residencies(model: &Model) -> [Vec<u32>; 3] {
     ]
 }
 
-/// Texts, answers at several residencies, and logits of one model.
+/// Compares texts, answers at several residencies, and logits of one model.
 fn is_read_as_llama_cpp_does(file: &str, name: &str) {
     let Some(folder) = models() else { return };
     let (mut model, text) = open(&folder.join(file));
@@ -181,7 +181,8 @@ fn is_read_as_llama_cpp_does(file: &str, name: &str) {
             .unwrap();
         let mut next = best(&model.forward(&read(prompt), &mut go()).unwrap());
         written += tokens.len();
-        // Small models are often undecided: the test continues with llama.cpp's token, and chooses again after each.
+        // Small models often have close candidates: the test continues with llama.cpp's token, and selects again after
+        // each.
         for (count, (&token, &margin)) in tokens.iter().zip(margins).enumerate() {
             assert!(
                 next == token || margin < CLOSE_CALL,
@@ -244,7 +245,7 @@ fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_res
     is_read_as_llama_cpp_does(GEMMA3, "gemma3.json");
 }
 
-/// Perplexity as counted by `llama-perplexity`.
+/// Returns the perplexity as computed by `llama-perplexity`.
 fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perplexity) -> f64 {
     let window = wanted.window;
     let begins = text
@@ -273,7 +274,7 @@ fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perpl
     (sum / f64::from(count)).exp()
 }
 
-/// Perplexity with caches of each type, compared with llama.cpp's of the same type.
+/// Compares perplexity with each KV type to llama.cpp's with the same type.
 fn expects_a_text_as_llama_cpp_does(file: &str, name: &str, kv_types: &[KvType]) {
     let Some(folder) = models() else { return };
     let said = fs::read_to_string(fixture("text.txt")).unwrap();
@@ -298,7 +299,7 @@ fn expects_a_text_as_llama_cpp_does(file: &str, name: &str, kv_types: &[KvType])
         let percent = (ours / theirs - 1.0) * 100.0;
         println!("{file}, {kv_type}: {ours:.4}, llama.cpp {theirs}: {percent:+.3} %");
         if kv_type == KvType::Q4 {
-            // Four bits cost such small models most; another way of rounding may cost twice as much.
+            // Four bits cost such small models most; different rounding may double the cost.
             let (cost, their_cost) = ((ours / wanted.f16).ln(), (theirs / wanted.f16).ln());
             assert!(cost <= 2.0 * their_cost, "{file}, {kv_type}: {percent} %");
         } else {

@@ -65,7 +65,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         .write(&path)
         .unwrap();
         let mut whole = Model::open(&path, &plan(0..5), &options(None)).unwrap();
-        // The first 300 are 320 in groups of 64; the last group has the control tokens.
+        // The first 300 become 320 in groups of 64; the last group has the control tokens.
         let kept = Sayable::First(300);
         let stays = |token: usize| !(320..1472).contains(&token);
         let (shape, _) = Model::inspect_with(&path, Some(&kept), 2).unwrap();
@@ -74,7 +74,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         };
         let (few, all) = (head(&shape).get(), head(whole.shape()).get());
         assert!(few <= all * 348 / 1500 + 3 * 4096, "{few} of {all}");
-        // Two tokens outside the vocabulary are still read.
+        // Two tokens outside the vocabulary can still be read.
         let tokens = [5, 700, 3, 1400, 299, 42, 320];
         let expected = scores(&mut whole, &tokens);
         for resident in [vec![0, 1, 2, 3, 4], vec![1, 4], vec![0, 2]] {

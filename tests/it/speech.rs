@@ -1,4 +1,4 @@
-//! Speech over Wyoming: real voices and recognisers, and peers that misbehave.
+//! Speech over Wyoming: real voices and recognisers, and misbehaving peers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -57,7 +57,7 @@ async fn spoken(tts: &WyomingClient, text: &str) -> MonoAudio {
         .unwrap()
 }
 
-/// Our recogniser and our voice, ready; `None` if the speech libraries are not installed.
+/// Starts our recogniser and our voice; `None` if the speech libraries are not installed.
 async fn both_workers() -> Option<(Bench, WorkerHandle, WorkerHandle)> {
     if !speech_is_installed() {
         return None;
@@ -246,7 +246,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     );
 }
 
-// ---- a client and servers that misbehave ----
+// ---- misbehaving servers and a client ----
 
 const HASTY: ClientTimeouts = ClientTimeouts {
     connect: Duration::from_secs(5),
@@ -256,7 +256,7 @@ const HASTY: ClientTimeouts = ClientTimeouts {
     resize: Duration::from_millis(150),
 };
 
-/// A server that writes these bytes on each connection, and then waits or closes.
+/// Starts a server that writes these bytes on each connection, and then waits or closes.
 async fn server_that_says(bytes: &'static [u8], closes: bool) -> WyomingClient {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -275,7 +275,7 @@ async fn server_that_says(bytes: &'static [u8], closes: bool) -> WyomingClient {
     WyomingClient::new(Endpoint::Tcp(address.to_string()), HASTY)
 }
 
-/// Whisper's words begin with a space each.
+/// Whisper starts each word with a space.
 #[tokio::test]
 async fn a_transcript_begins_without_white_space() {
     let said = b"{\"type\":\"transcript-chunk\",\"data\":{\"text\":\" \"}}\n\
@@ -395,9 +395,9 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
     );
 }
 
-// ---- our server and clients that misbehave ----
+// ---- misbehaving clients and our server ----
 
-/// Repeats transcripts, refuses empty ones, and waits forever on `slow`.
+/// Service that repeats transcripts, refuses empty ones, and waits forever on `slow`.
 #[derive(Clone)]
 struct Echo {
     slow: Arc<Notify>,
@@ -767,7 +767,7 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
     );
 }
 
-/// Stderr of the program when a worker cannot run.
+/// Returns stderr of the program when a worker cannot run.
 fn complaint(arguments: &[&str]) -> String {
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_cotenant"))
         .arg("worker")

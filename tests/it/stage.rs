@@ -1,4 +1,4 @@
-//! An engine with a scripted model, and the means to observe it.
+//! Engine with a scripted model, and the means to observe it.
 #![expect(clippy::panic, reason = "a model that breaks down")]
 
 use std::{
@@ -56,7 +56,7 @@ pub(crate) enum Act {
 
 pub(crate) type Script = Box<dyn Fn(&[u32]) -> Act + Send>;
 
-/// A model that follows its script, and may wait for the test at each layer.
+/// Model that follows its script, and may wait for the test at each layer.
 pub(crate) struct Scripted {
     shape: ModelShape,
     plan: EnginePlan,
@@ -64,40 +64,38 @@ pub(crate) struct Scripted {
     script: Script,
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
-    /// Memory that a read retains when the model is abandoned.
+    /// Memory retained by a read when the model is abandoned.
     kept: Weak<SharedMapping>,
 }
 
-/// The chunk of a plan that waits for a hanging disk.
+/// Chunk of a plan that waits for a hanging disk.
 pub(crate) const HANGS: Tokens = Tokens::new(99);
 
 /// Memory retained by a hanging read.
 pub(crate) const RING: Bytes = Bytes::from_mib(1);
 
-/// The model's side: reports its arrival at a layer, and waits for its release.
+/// The model's side: reports that it has reached a layer, and waits for its release.
 pub(crate) struct Gate {
     arrived: Sender<u32>,
     go: Receiver<()>,
 }
 
-/// The test's side. Dropping `go` lets the model run.
+/// The test's side. Dropping `go` lets the model run freely.
 pub(crate) struct Keeper {
     arrived: Receiver<u32>,
     go: Sender<()>,
 }
 
 impl Keeper {
-    /// Waits until the model is at a layer.
+    /// Waits until the model has reached a layer.
     pub(crate) fn arrived(&self) -> u32 {
         self.arrived.recv_timeout(PATIENCE).unwrap()
     }
 
-    /// Releases it for one layer.
     pub(crate) fn go(&self) {
         self.go.send(()).unwrap();
     }
 
-    /// Releases it to the end.
     pub(crate) fn open(self) {
         drop(self);
     }
@@ -312,12 +310,12 @@ pub(crate) fn plan(kv_capacity: u32) -> EnginePlan {
     }
 }
 
-/// A header whose tokenizer has a token per byte, and ChatML's control tokens.
+/// Returns a header whose tokenizer has a token per byte, and ChatML's control tokens.
 pub(crate) fn header() -> Header {
     header_with(None)
 }
 
-/// The same with a chat template.
+/// Returns the same header with a chat template.
 pub(crate) fn header_with(template: Option<&str>) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
     let mut tokens: Vec<Value> = (0..=u8::MAX)
@@ -352,7 +350,7 @@ pub(crate) fn header_with(template: Option<&str>) -> Header {
     Header::read(&path).unwrap()
 }
 
-/// An engine with a scripted model, ready.
+/// Engine with a scripted model, ready.
 pub(crate) struct Stage {
     pub(crate) engine: Engine,
     pub(crate) handle: EngineHandle,
@@ -365,7 +363,7 @@ pub(crate) struct Setting {
     pub(crate) gate: Option<Gate>,
     /// Memory retained by hanging reads.
     pub(crate) left: Arc<AtomicU64>,
-    /// Memory that a read retains when the model is abandoned.
+    /// Memory retained by a read when the model is abandoned.
     pub(crate) kept: Weak<SharedMapping>,
 }
 
@@ -416,7 +414,7 @@ impl Stage {
         stage
     }
 
-    /// An engine whose model waits at each layer.
+    /// Starts an engine whose model waits at each layer.
     pub(crate) fn gated(
         options: EngineOptions,
         script: impl Fn(&[u32]) -> Act + Send + 'static,
@@ -434,7 +432,7 @@ impl Stage {
         self.events.blocking_recv().unwrap()
     }
 
-    /// The next event about a plan or about the engine as a whole.
+    /// Returns the next event about a plan or about the engine as a whole.
     pub(crate) fn command_event(&mut self) -> EngineEvent {
         loop {
             match self.event() {
@@ -518,7 +516,7 @@ pub(crate) fn limited(id: u64, text: &str, max_tokens: u32) -> GenerateRequest {
     }
 }
 
-/// Letters that depend on the whole sequence.
+/// Generates letters that depend on the whole sequence.
 pub(crate) fn babble(sequence: &[u32]) -> Act {
     let hash = sequence.iter().fold(7u32, |hash, &token| {
         hash.wrapping_mul(31).wrapping_add(token)
@@ -526,12 +524,12 @@ pub(crate) fn babble(sequence: &[u32]) -> Act {
     Act::Say(u32::from(b'a') + hash % 26)
 }
 
-/// The same letter, for endless answers.
+/// Generates the same letter, for endless answers.
 pub(crate) fn drone(_: &[u32]) -> Act {
     Act::Say(u32::from(b'z'))
 }
 
-/// A text after a prompt of `prompt` tokens, then the end.
+/// Generates a text after a prompt of `prompt` tokens, then the end.
 pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Act + Send {
     move |sequence| {
         Act::Say(
@@ -542,5 +540,5 @@ pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Ac
     }
 }
 
-/// Longer than any operation on a busy machine; it only ends failing tests.
+/// Longer than any operation on a busy machine, so that it only ends failing tests.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);

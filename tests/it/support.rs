@@ -21,7 +21,7 @@ use tokio::{sync::mpsc, time::timeout};
 /// Time limit of every wait; only a failing test reaches it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A folder for sockets, and the events of the workers in it.
+/// Folder for sockets, and the events of the workers in it.
 pub(crate) struct Bench {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) events: mpsc::Receiver<WorkerEvent>,
@@ -42,13 +42,13 @@ impl Bench {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// A specification; the caller adds further settings.
+    /// Returns a specification, to which the caller adds settings.
     pub(crate) fn spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
         let argv = argv.iter().map(|&word| word.to_owned()).collect();
         WorkerSpec::new(name, argv, Listen::Socket(self.socket(name)))
     }
 
-    /// A worker without a protocol.
+    /// Returns the specification of a worker without a protocol.
     pub(crate) fn silent_spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
         WorkerSpec {
             listen: Listen::Nowhere,
@@ -64,7 +64,7 @@ impl Bench {
         )
     }
 
-    /// A worker with a separate control group, if available.
+    /// Creates a worker with its own control group, if available.
     pub(crate) fn grouped(&self, spec: WorkerSpec, groups: &Groups) -> WorkerHandle {
         WorkerHandle::new(
             spec,
@@ -74,7 +74,7 @@ impl Bench {
         )
     }
 
-    /// Our recogniser with both sizes.
+    /// Creates our recogniser with both sizes.
     pub(crate) fn asr(&self) -> WorkerHandle {
         let grammar = fixture("home.gram");
         let argv = [
@@ -99,7 +99,6 @@ impl Bench {
         self.handle(spec)
     }
 
-    /// Our voice.
     pub(crate) fn tts(&self) -> WorkerHandle {
         let argv = [
             env!("CARGO_BIN_EXE_cotenant"),
@@ -111,7 +110,7 @@ impl Bench {
         self.handle(self.spec("tts", &argv))
     }
 
-    /// The next event that is neither a measurement nor a death certificate.
+    /// Returns the next event that is neither a measurement nor a death certificate.
     pub(crate) async fn next(&mut self) -> WorkerEventKind {
         loop {
             let event = timeout(PATIENCE, self.events.recv())
@@ -141,7 +140,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Samples at 16 kHz that count as speech: a short silence, and then loud samples.
+/// Returns 16 kHz samples that count as speech: a short silence, then loud samples.
 pub(crate) fn voiced(samples: usize) -> Vec<i16> {
     (0..samples)
         .map(|at| {
@@ -156,7 +155,7 @@ pub(crate) fn voiced(samples: usize) -> Vec<i16> {
         .collect()
 }
 
-/// Whether the speech libraries are installed. Where they are required, their absence fails the test.
+/// Returns whether the speech libraries are installed. If they are required, their absence fails the test.
 pub(crate) fn speech_is_installed() -> bool {
     let missing: Vec<&str> = [
         "libpocketsphinx.so.3",
@@ -205,7 +204,7 @@ fn holds(folder: &Path, name: &str, depth: usize) -> bool {
             })
 }
 
-/// Waits until `check` holds; the end of a killed process takes the kernel a moment.
+/// Waits until `check` holds; the kernel takes a moment to end a killed process.
 pub(crate) async fn eventually(what: &str, check: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !check() {
@@ -214,7 +213,7 @@ pub(crate) async fn eventually(what: &str, check: impl Fn() -> bool) {
     }
 }
 
-/// Processes whose parent is this one.
+/// Returns processes whose parent is this one.
 pub(crate) fn children(parent: u32) -> Vec<u32> {
     std::fs::read_dir("/proc")
         .unwrap()
@@ -229,7 +228,7 @@ pub(crate) fn children(parent: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Whether a process runs: it exists and is not a zombie.
+/// Returns whether a process runs: it exists and is not a zombie.
 pub(crate) fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
@@ -240,7 +239,8 @@ pub(crate) fn runs(pid: u32) -> bool {
         .unwrap_or(false)
 }
 
-/// A connection opened by another user: a thread switches to that user, and connects. `None` without the privilege.
+/// Returns a connection opened by another user: a thread switches to that user, and connects. `None` without the
+/// privilege.
 pub(crate) async fn channel_of(abstract_name: &str, uid: u32) -> Option<tonic::transport::Channel> {
     let name = abstract_name.to_owned();
     let stream = std::thread::spawn(move || {

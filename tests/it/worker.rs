@@ -38,7 +38,7 @@ fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(i32::try_from(pid).unwrap())
 }
 
-/// The number after `word` on a line of a worker's output.
+/// Returns the number after `word` on a line of a worker's output.
 fn number_in(lines: &[String], word: &str) -> u32 {
     let line = lines
         .iter()
@@ -537,7 +537,7 @@ async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_
     }
 }
 
-/// Not a test: a supervisor killed by another test.
+/// Not a test: a supervisor to be killed by another test.
 #[tokio::test]
 #[ignore = "runs as a child of `the_workers_of_a_killed_supervisor_are_ended`"]
 async fn supervisor_to_be_killed() {

@@ -12,7 +12,6 @@ use cotenant::{
     },
 };
 
-/// A kind of death.
 pub(super) struct Kind {
     pub(super) name: &'static str,
     pub(super) class: DeathClass,
@@ -22,7 +21,7 @@ pub(super) struct Kind {
     pub(super) needs: Need,
 }
 
-/// Agent that ends it once it runs.
+/// Cause of the end once it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hand {
     /// The worker itself.
@@ -33,21 +32,20 @@ pub(super) enum Hand {
     Hung,
     /// Another process, with this signal.
     OtherProcess(libc::c_int),
-    /// As before, with an unreadable kernel log.
+    /// Another process, with an unreadable kernel log.
     UnseenProcess(libc::c_int),
-    /// The kernel's OOM killer: a real machine's record with the id of this process, and SIGKILL.
+    /// The kernel's OOM killer: the record of a real machine with the id of this process, and SIGKILL.
     KernelRecord,
 }
 
-/// Requirement of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     Nothing,
     C,
     Cpp,
-    /// A separate control group, and C.
+    /// Its own control group, and a C compiler.
     Group,
-    /// Seconds of processor time per run, and C.
+    /// Seconds of processor time per run, and a C compiler.
     Time,
 }
 
@@ -58,7 +56,6 @@ pub(super) const RECORD: &str = "[ 8012.441203] python3 invoked oom-killer: gfp_
     [ 8012.441577] Out of memory: Killed process PID (COMM) total-vm:23640880kB, anon-rss:2788352kB, file-rss:5023744kB, shmem-rss:0kB, UID:1000 pgtables:16096kB oom_score_adj:0\n\
     [ 8012.902210] oom_reaper: reaped process PID (COMM), now anon-rss:0kB, file-rss:4218880kB, shmem-rss:0kB\n";
 
-/// All kinds.
 pub(super) fn all(programs: &Programs) -> Vec<Kind> {
     let ways = programs.path("ways");
     let way = |name: &str| spec(&[&ways, name]);
@@ -289,12 +286,12 @@ fn spec(argv: &[&str]) -> WorkerSpec {
     spec.readiness = Readiness::Started;
     spec.stop_grace = GRACE;
     spec.oom_score_adj = None;
-    // Their core files are useless.
+    // Their core files are not needed.
     spec.confinement.resources.insert(Resource::Core, Some(0));
     spec
 }
 
-/// Message of llama.cpp on an Orin whose allocator refuses.
+/// Message of llama.cpp on an Orin whose GPU allocator refuses.
 const NVMAP: &str = "echo 'NvMapMemAllocInternalTagged: 1075072515 error 12
 ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory
 alloc_tensor_range: failed to allocate CUDA0 buffer of size 4294967296

@@ -1,7 +1,7 @@
 //! `developer autopsy`: classification of injected deaths of real processes.
 //!
-//! Every run is a worker under the daemon's supervisor. Only the certificate counts: whether its class is the injected
-//! one, whether another death was classified as out of memory, and how long it took.
+//! Every run is a worker under the daemon's supervisor. The certificate is checked: its class, deaths wrongly
+//! classified as out of memory, and its delay.
 
 mod kinds;
 mod programs;
@@ -50,7 +50,6 @@ pub(crate) struct AutopsyArgs {
     only: Option<String>,
 }
 
-/// Results of one kind.
 struct Tally {
     name: &'static str,
     class: DeathClass,
@@ -62,7 +61,7 @@ struct Tally {
     since_signal_us: Vec<u64>,
     /// A wrong sentence, or else the last one.
     sentence: String,
-    /// Reason for skipping it.
+    /// Reason why the kind was skipped.
     skipped: Option<String>,
 }
 
@@ -70,7 +69,7 @@ struct Tally {
 ///
 /// # Errors
 ///
-/// The programs cannot be built, or a worker does not die.
+/// If the programs cannot be built, or a worker does not die.
 pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliError> {
     let failed = |problem: String| CliError::plain(problem, cotenant::cli::exit::FAILED);
     let programs = Programs::build().map_err(failed)?;
@@ -111,7 +110,7 @@ pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliE
     Ok(tallies.iter().all(Tally::is_right))
 }
 
-/// Missing requirement of a kind.
+/// Returns a missing requirement of a kind.
 fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     match need {
         Need::Nothing => None,
@@ -124,7 +123,6 @@ fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     }
 }
 
-/// Makes one worker die.
 async fn one(
     kind: &Kind,
     number: u32,
@@ -144,7 +142,7 @@ async fn one(
     }
     let (sender, mut events) = mpsc::channel(EVENTS);
     let mut spec = kind.spec.clone();
-    // The previous one may still be exiting, along with its control group.
+    // The previous one may still be exiting, together with its control group.
     spec.name = format!("{}-{number}", spec.name);
     let worker = WorkerHandle::new(spec, roots, groups.clone(), sender);
     let started = worker.start(None).await;
@@ -258,7 +256,7 @@ impl Tally {
     }
 }
 
-/// The 99th percentile, in ms.
+/// Returns a percentile in ms.
 fn percentile_ms(values: &[u64], per_mille: usize) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();
@@ -380,11 +378,11 @@ fn to_json(tallies: &[Tally]) -> Value {
 /// Longest wait for one death; the longest kind takes a second of processor time.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Events of one worker.
+/// Bound of the event queue of one worker.
 const EVENTS: usize = 64;
 
-/// Longest delay of a certificate.
+/// Limit on the delay of a certificate.
 const DELAY_MAX: Duration = Duration::from_millis(200);
 
-/// Classes of kills by the kernel for memory.
+/// Classes of kills by the kernel for lack of memory.
 const OUT_OF_MEMORY: [DeathClass; 2] = [DeathClass::GlobalOom, DeathClass::MemcgOom];

@@ -6,10 +6,10 @@ use std::{
     process::Command,
 };
 
-/// A folder with the programs, removed on drop.
+/// Folder with the programs, removed on drop.
 pub(super) struct Programs {
     folder: PathBuf,
-    /// Availability of a C compiler, and of a C++ compiler.
+    /// Whether a C compiler is available, and a C++ compiler.
     pub(super) c: bool,
     pub(super) cpp: bool,
     pub(super) python: bool,
@@ -20,7 +20,7 @@ impl Programs {
     ///
     /// # Errors
     ///
-    /// The folder cannot be created, or an available compiler fails.
+    /// If the folder cannot be created, or an available compiler fails.
     pub(super) fn build() -> Result<Self, String> {
         let folder =
             std::env::temp_dir().join(format!("cotenant-bench-autopsy-{}", std::process::id()));
@@ -49,12 +49,11 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Path of a program.
     pub(super) fn path(&self, name: &str) -> String {
         self.folder.join(name).to_string_lossy().into_owned()
     }
 
-    /// Path of a file in their folder.
+    /// Returns the path of a file in their folder.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
@@ -83,7 +82,7 @@ impl Programs {
         ))
     }
 
-    /// Two programs with a missing library: one without any version, one with another version present.
+    /// Builds two programs with a missing library: one without any version of it, one with another version present.
     fn libraries(&self) -> Result<(), String> {
         let shared = |name: &str, soname: &str| {
             let soname = format!("-Wl,-soname,{soname}");
@@ -109,7 +108,7 @@ impl Programs {
         self.write("cuda-11/libcudart.so.11.0", "")
     }
 
-    /// An ELF file for a foreign processor.
+    /// Writes an ELF file for a foreign processor.
     fn foreign(&self) -> Result<(), String> {
         let mut elf = b"\x7fELF\x02\x01\x01".to_vec();
         elf.resize(64, 0);
@@ -230,7 +229,7 @@ int main(int argc, char **argv) {
 }
 "#;
 
-/// An allocation larger than any machine.
+/// Allocates more than any machine has.
 const BAD_ALLOC: &str = r#"
 #include <new>
 int main(int argc, char **) {

@@ -13,7 +13,7 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-/// The range of a model's budgets: from the floor to the full plan.
+/// Range of a model's budgets, from the floor to the full plan.
 struct Room {
     limits: PlanLimits,
     floor: Bytes,
@@ -21,15 +21,15 @@ struct Room {
 }
 
 impl Room {
-    /// `percent` of the way from the floor to the full plan.
+    /// Returns the budget at `percent` of that range.
     fn budget(&self, percent: u64) -> Bytes {
         self.floor + Bytes::new(self.full.saturating_sub(self.floor).get() / 100 * percent)
     }
 }
 
 impl Workbench<'_> {
-    /// The policy's plan for a budget, against fixed choices of resident parts: per budget, and while a neighbour comes
-    /// and goes.
+    /// Compares the policy's plan for a budget with fixed choices of resident parts: per budget, and with a neighbour
+    /// of varying size.
     pub(crate) fn choice(&mut self) -> Result<(), String> {
         let room = self.room();
         self.hold(BTreeSet::new())?;
@@ -66,8 +66,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// A neighbour takes the difference to the budget and returns it: with a new plan each time, including the change,
-    /// against the best plan that fits throughout.
+    /// A neighbour takes memory from the budget and returns it: compares a new plan each time, including the change,
+    /// with the best plan that fits throughout.
     fn beside_a_neighbour(&mut self, room: &Room) -> Result<(), String> {
         let least = room.budget(NEIGHBOUR.into_iter().min().unwrap_or(0));
         let kept = self.automatic(room, least)?;
@@ -100,8 +100,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Seconds for the tokens of all budgets, including `change`; the neighbour allocates its memory before the changed
-    /// plan computes, and touches it meanwhile.
+    /// Returns the seconds for the tokens of all budgets, including `change`; the neighbour allocates its memory before
+    /// the changed plan computes, and touches it meanwhile.
     fn in_turns(
         &mut self,
         room: &Room,
@@ -120,7 +120,7 @@ impl Workbench<'_> {
                 .saturating_sub(budget)
                 .max(cotenant::units::page());
             thread::scope(|scope| {
-                // Its memory is released after it has been touched and the tokens are done.
+                // Its memory is released after it was touched and the tokens are computed.
                 let neighbour = scope.spawn(move || Mapping::new(taken, Backing::Now));
                 let decoded = self.decode(TURN_TOKENS);
                 seconds += started.elapsed().as_secs_f64();
@@ -153,7 +153,7 @@ impl Workbench<'_> {
         }
     }
 
-    /// The policy's plan for `budget`.
+    /// Returns the policy's plan for `budget`.
     fn automatic(&self, room: &Room, budget: Bytes) -> Result<EnginePlan, String> {
         self.model
             .shape()
@@ -161,7 +161,7 @@ impl Workbench<'_> {
             .map_err(|error| in_one_line(&error))
     }
 
-    /// As many parts as fit `budget`: from the front, from the back, and spread evenly.
+    /// Returns sets of parts that fit `budget`: from the front, from the back, and spread evenly.
     fn fixed(&self, plan: &EnginePlan, budget: Bytes) -> Vec<BTreeSet<u32>> {
         let parts = count(self.layout.parts.len());
         let fits = |resident: &BTreeSet<u32>| {
@@ -184,7 +184,7 @@ impl Workbench<'_> {
         .collect()
     }
 
-    /// Tokens per second with the current resident parts.
+    /// Measures tokens per second with the current resident parts.
     fn rate(&mut self) -> Result<f64, String> {
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -194,9 +194,8 @@ impl Workbench<'_> {
     }
 }
 
-/// Budgets between the floor and the full plan, in percent.
+/// Measured budgets between the floor and the full plan, in percent.
 const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
-/// Consecutive shares of it left by a varying neighbour.
+/// Successive shares of the budget left by a varying neighbour.
 const NEIGHBOUR: [u64; 8] = [100, 60, 25, 60, 92, 40, 75, 100];
-/// Tokens per share.
 const TURN_TOKENS: u32 = 24;

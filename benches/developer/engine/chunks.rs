@@ -11,8 +11,9 @@ use cotenant::{
 use super::Workbench;
 
 impl Workbench<'_> {
-    /// A prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Each figure
-    /// includes the share of time for which kernels waited for the disk: if that is small, larger chunks gain nothing.
+    /// Measures a prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Each
+    /// figure includes the share of time for which kernels waited for the disk: if that is small, larger chunks gain
+    /// nothing.
     pub(crate) fn chunks(&mut self) -> Result<(), String> {
         let before = self.model.plan().clone();
         let count = CHUNKED_PROMPT.min(before.kv_capacity.get());
@@ -48,7 +49,7 @@ impl Workbench<'_> {
     }
 }
 
-/// Chunk sizes for a streamed prompt: the default choices of a plan.
+/// Chunk sizes for a streamed prompt: those that plans choose by default.
 const CHUNKS: [u32; 3] = [128, 256, 512];
 /// Tokens of that prompt.
 const CHUNKED_PROMPT: u32 = 1024;

@@ -20,14 +20,14 @@ use cotenant::{
 };
 
 impl Workbench<'_> {
-    /// Types of the context, and its capacity.
+    /// Measures context types, and changes of capacity.
     pub(crate) fn context(&mut self) -> Result<(), String> {
         self.perplexities()?;
         self.capacities()?;
         self.goes_on()
     }
 
-    /// Perplexity of a text with the context in each type.
+    /// Measures the perplexity of a text with each type.
     fn perplexities(&mut self) -> Result<(), String> {
         let Some(path) = &self.args.text else {
             let note = "no text was given (--text), so there is no perplexity".to_owned();
@@ -75,8 +75,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Memory saved in the head by a reduced vocabulary, and the share of a text that it cannot generate as whole
-    /// tokens.
+    /// Measures the memory that a reduced vocabulary saves in the head, and the share of a text that it cannot generate
+    /// as whole tokens.
     pub(crate) fn vocabulary(&mut self) -> Result<(), String> {
         let Some((wanted, path)) = self.args.vocabulary.as_ref().zip(self.args.text.as_ref())
         else {
@@ -150,7 +150,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// A separate, fully touched cache: changes of capacity and type.
+    /// Measures changes of capacity and type on a separate, fully touched cache.
     fn capacities(&mut self) -> Result<(), String> {
         let shape = self.model.shape().kv;
         let wanted = Bytes::from_mib(self.settings.kv_mib);
@@ -176,7 +176,7 @@ impl Workbench<'_> {
         })?;
         self.values
             .add(format!("context capacity grown by {wanted}"), "ms", ms);
-        // An upward conversion of the whole cache writes all of it.
+        // Conversion of the whole cache to a larger type writes all of it.
         cache
             .convert(&mut backend, KvType::Q8, tokens)
             .map_err(refused)?;
@@ -225,7 +225,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// The next token after capacity shrank and grew, bit-identical to that of an undisturbed sequence.
+    /// Checks that the next token after shrinking and growing is bit-identical to that of an undisturbed sequence.
     fn goes_on(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
         let (prompt, next) = (self.tokens(0, PROMPT), self.tokens(PROMPT, 1));
@@ -264,9 +264,9 @@ impl Workbench<'_> {
         }
     }
 
-    /// A second turn, which diverges from the first shortly before the end of its prompt, as templates cause it.
+    /// Measures a second turn that diverges from the first shortly before the end of its prompt, as templates cause it.
     pub(crate) fn turns(&mut self) -> Result<(), String> {
-        // Copies of the recurrent state lie in capacity not used by any token, as in a usual context.
+        // Copies of the recurrent state are in capacity not used by tokens, as in a usual context.
         let before = self.model.plan().clone();
         let shape = self.model.shape();
         let per_token = shape.kv.bytes_per_token(before.kv_type).get().max(1);
@@ -301,7 +301,7 @@ impl Workbench<'_> {
             let token = self.tokens(length + place, 1);
             self.forward(&token)?;
         }
-        // The answer as its template writes it into the next prompt, followed by the next message.
+        // The answer as rendered by the template in the next prompt, followed by the next message.
         let kept = self.model.keep(length - PARTS_BEFORE);
         let mut second = first.get(..kept as usize).unwrap_or_default().to_vec();
         second.extend(

@@ -1,4 +1,4 @@
-//! Cost of elasticity: against an engine without it, and under contention by a neighbour.
+//! Cost of elasticity: compared with an engine without it, and with a busy neighbour.
 
 use std::{
     sync::{
@@ -19,8 +19,8 @@ use cotenant::{
 use super::Workbench;
 
 impl Workbench<'_> {
-    /// Decoding with all layers resident, against the same engine with whole layers that never changed: in turns, the
-    /// former after its parts have been released and reread.
+    /// Measures decoding with all layers resident after they were released and reread, alternately with the same engine
+    /// whose layers never changed.
     pub(crate) fn ability(&mut self) -> Result<(), String> {
         let plan = EnginePlan {
             kv_capacity: Tokens::new(256),
@@ -56,7 +56,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Decoding while a busy thread occupies one of the available processors; the peer too.
+    /// Measures decoding, also of the peer, while a busy thread occupies one of the available processors.
     pub(crate) fn neighbour(&mut self) -> Result<(), String> {
         let allowed = allowed_processors();
         let Some(&taken) = allowed.first() else {
@@ -102,7 +102,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Time from opening the file to the first token with nothing resident, against one streamed pass.
+    /// Measures the time from opening the file to the first token with nothing resident, compared with one streamed
+    /// pass.
     pub(crate) fn first_token(&mut self) -> Result<(), String> {
         let plan = EnginePlan {
             resident: std::collections::BTreeSet::new(),
@@ -142,7 +143,6 @@ impl Workbench<'_> {
     }
 }
 
-/// Processors available to this process.
 fn allowed_processors() -> Vec<usize> {
     nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
@@ -154,7 +154,6 @@ fn allowed_processors() -> Vec<usize> {
     )
 }
 
-/// Pins the calling thread to one processor; best effort.
 fn pin(processor: usize) {
     let mut set = nix::sched::CpuSet::new();
     if set.set(processor).is_ok() {

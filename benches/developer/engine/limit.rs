@@ -18,13 +18,13 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-/// A memory control group, removed on drop.
+/// Memory control group, removed on drop.
 struct Group {
     folder: PathBuf,
 }
 
 impl Group {
-    /// A group limited to `limit`; `None` if control groups of version 1 are missing or not writable.
+    /// Creates a group limited to `limit`; `None` if control groups of version 1 are missing or not writable.
     fn new(limit: Bytes) -> Option<Self> {
         let folder =
             Path::new(MEMORY_GROUPS).join(format!("cotenant-bench-{}", std::process::id()));
@@ -38,7 +38,7 @@ impl Group {
         Some(group)
     }
 
-    /// Runs a program in the group: its output, or its failure.
+    /// Runs a program in the group; returns its output, or its failure.
     fn run(&self, program: &Path, args: &[String]) -> Result<Vec<u8>, String> {
         let output = Command::new("/bin/sh")
             .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
@@ -62,13 +62,14 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Empty, since its program has been waited for; the rest is charged to the parent group.
+        // Empty, since its program has ended; remaining charges move to the parent group.
         fs::remove_dir(&self.folder).ok();
     }
 }
 
 impl Workbench<'_> {
-    /// Decoding under memory limits in percent of the weights: ours with the plan that fits, the peer by `mmap`.
+    /// Measures decoding under memory limits in percent of the weights: ours with the plan that fits, the peer by
+    /// `mmap`.
     pub(crate) fn limits(&mut self) -> Result<(), String> {
         let weights: Bytes = self.layout.parts.iter().map(|part| part.arena).sum();
         let program = std::env::current_exe().map_err(|error| in_one_line(&error))?;

@@ -13,7 +13,7 @@ use super::Workbench;
 struct Reference {
     /// Tokens computed in one chunk; the others follow one by one.
     prompt: usize,
-    /// Sampling interval: only the logits of each `every`-th token of the vocabulary are included.
+    /// Interval of the samples: only the logits of each `every`-th token of the vocabulary are included.
     every: usize,
     vocabulary: u32,
     tokens: Vec<u32>,
@@ -56,7 +56,6 @@ impl Reference {
     }
 }
 
-/// Distance between two ways of computing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Apart {
     largest: f64,
@@ -81,7 +80,7 @@ impl Apart {
 }
 
 impl Workbench<'_> {
-    /// Logits of the tokens in the reference.
+    /// Compares logits of the tokens in the reference.
     pub(crate) fn logits(&mut self) -> Result<(), String> {
         let Some(path) = &self.args.reference else {
             return Err("the section `logits` needs --reference FILE".to_owned());
@@ -164,7 +163,6 @@ impl Workbench<'_> {
     }
 }
 
-/// Index of the highest logit.
 fn best(row: &[f32]) -> Option<usize> {
     let (place, _) = row
         .iter()

@@ -125,7 +125,6 @@ enum Section {
     Workspace,
 }
 
-/// Runs the benchmark and prints its figures.
 pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     let failed = |problem: String| CliError::plain(problem, exit::FAILED);
     args.settings.use_instructions()?;
@@ -175,7 +174,7 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
 }
 
 impl EngineArgs {
-    /// The models to write, or one for `--model`.
+    /// Returns the models to write, or one for `--model`.
     fn models(&self) -> Vec<(ShapeName, TypeName)> {
         if self.model.is_some() {
             return vec![self.first()];
@@ -195,7 +194,7 @@ impl EngineArgs {
         (shape, self.types.first().copied().unwrap_or(TypeName::Q4KM))
     }
 
-    /// The file to measure, and its folder.
+    /// Returns the file to measure, and its folder.
     fn file(
         &self,
         (shape, types): (ShapeName, TypeName),
@@ -208,7 +207,7 @@ impl EngineArgs {
     }
 }
 
-/// The product's bench with settings for further sections.
+/// The product's bench, with settings for further sections.
 struct Workbench<'args> {
     bench: Bench<'args>,
     args: &'args EngineArgs,

@@ -15,16 +15,14 @@ pub(super) struct Perplexity {
     pub(super) mean_nll: f64,
     /// Standard error of that mean, taking the tokens as independent.
     pub(super) standard_error: f64,
-    /// Counted tokens.
     pub(super) tokens: u64,
     /// Tokens excluded by the filter.
     pub(super) left_out: u64,
-    /// Windows.
     pub(super) windows: u32,
 }
 
 impl Perplexity {
-    /// The number of equally likely tokens with the same difficulty: `exp` of the mean.
+    /// Returns the number of equally likely tokens of the same difficulty: `exp` of the mean.
     pub(super) fn value(&self) -> f64 {
         self.mean_nll.exp()
     }
@@ -79,7 +77,7 @@ pub(super) fn evaluate(
     Ok(sums.finish(windows))
 }
 
-/// Negative logarithm of the probability of `token`; infinite if the model lacks it.
+/// Returns the negative logarithm of the probability of `token`; infinite if the model lacks it.
 fn nll(logits: &[f32], token: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits
@@ -145,7 +143,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// The tests, for the harness of this program.
+    /// Tests for the harness of this program.
     pub(crate) const TESTS: &[(&str, fn())] = &[
         (
             "engine::perplexity::equal_scores_are_as_hard_as_their_number",

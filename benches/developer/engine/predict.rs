@@ -1,4 +1,4 @@
-//! Predicted speed of many residencies compared with the measured one.
+//! Predicted and measured speed for many sets of resident parts.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use cotenant::{
 use super::Workbench;
 
 impl Workbench<'_> {
-    /// Calibrates, predicts the speed of many residencies, and measures each.
+    /// Calibrates, then predicts and measures the speed of many sets of resident parts.
     pub(crate) fn prediction(&mut self) -> Result<(), String> {
         self.model.reset();
         let started = std::time::Instant::now();
@@ -37,7 +37,7 @@ impl Workbench<'_> {
         );
         let first = self.tokens(0, 1);
         let parts = count(self.layout.parts.len());
-        // Learned state of the daemon after answers with the previous residencies.
+        // State learned by the daemon after answers with the previous sets.
         let mut learned = calibration;
         for share in GRID {
             let resident = spread(parts, share);
@@ -74,7 +74,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// The calibration with the current speed of the disk, and with that of the processors as well, each alone: this
+    /// Returns the calibration with the current speed of the disk, and with that of the processors as well: this
     /// separates changes of the machine from errors of the model. Makes all parts resident.
     fn as_of_now(
         &mut self,
@@ -105,7 +105,7 @@ impl Workbench<'_> {
         Ok((disk, disk.with_computing(ns_per_mib(token, all))))
     }
 
-    /// Seconds per token, averaged over enough tokens that a brief disturbance does not count as speed.
+    /// Measures the seconds per token, averaged over enough tokens that a brief disturbance does not matter.
     fn long_decode(&mut self) -> Result<f64, String> {
         let (mut seconds, mut turns) = (0.0, 0u32);
         while seconds * f64::from(GRID_TOKENS) < POINT_SECONDS && turns < POINT_TURNS {
@@ -115,7 +115,7 @@ impl Workbench<'_> {
         Ok(seconds / f64::from(turns.max(1)))
     }
 
-    /// Bytes of the parts selected by `wanted`.
+    /// Returns the bytes of the parts selected by `wanted`.
     fn bytes_of(&self, wanted: impl Fn(u32) -> bool) -> Bytes {
         let parts = (0u32..).zip(&self.layout.parts);
         parts
@@ -124,7 +124,6 @@ impl Workbench<'_> {
             .sum()
     }
 
-    /// Makes these parts resident.
     pub(crate) fn hold(
         &mut self,
         resident: BTreeSet<u32>,
@@ -135,7 +134,7 @@ impl Workbench<'_> {
     }
 }
 
-/// Nanoseconds per MiB.
+/// Returns nanoseconds per MiB.
 fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
     in_ns(seconds / mib(bytes).max(f64::EPSILON))
 }
@@ -149,12 +148,12 @@ fn in_ns(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
 
-/// MiB per second.
+/// Returns MiB per second.
 fn rate_of(ns_per_mib: u64) -> f64 {
     1e9 / f64::from(u32::try_from(ns_per_mib.max(1)).unwrap_or(u32::MAX))
 }
 
-/// The quotient of `ns` and `whole`.
+/// Returns the quotient of `ns` and `whole`.
 fn ratio(ns: u64, whole: u64) -> f64 {
     f64::from(u32::try_from(ns).unwrap_or(u32::MAX))
         / f64::from(u32::try_from(whole.max(1)).unwrap_or(u32::MAX))
@@ -165,10 +164,10 @@ const MIB_PER_S: &str = "MiB/s";
 const DISK: &str = "disk alone, at the calibration";
 /// Errors of all predictions.
 pub(crate) const ERRORS: &str = "prediction error";
-/// Predicted resident shares.
+/// Resident shares for which speed is predicted.
 const GRID: [u32; 11] = [100, 97, 94, 90, 85, 75, 60, 50, 40, 25, 0];
 /// Tokens per measured share.
 pub(crate) const GRID_TOKENS: u32 = 8;
-/// Each takes at least this long, or ends after a maximum of turns; all of them fit the context.
+/// Minimum duration of a measurement, unless it reaches the maximum of turns; all of them fit the context.
 const POINT_SECONDS: f64 = 0.5;
 const POINT_TURNS: u32 = 8;

@@ -9,7 +9,7 @@ use cotenant::cli::{
     output::{self, Column, Table},
 };
 
-/// For each figure that the peer has too, the measurements of each model.
+/// Measurements of each model, for each figure that the peer has too.
 #[derive(Default)]
 pub(super) struct Ratios(Vec<(String, Vec<Row>)>);
 
@@ -21,7 +21,7 @@ struct Row {
 }
 
 impl Ratios {
-    /// Adds the medians of ours and the peer's, and the ratio of both by rounds.
+    /// Adds the medians of both, and the median over rounds of their ratio.
     pub(super) fn add(
         &mut self,
         figure: &str,
@@ -94,13 +94,12 @@ impl Ratios {
     }
 }
 
-/// Geometric mean of the rows' ratios.
 fn geometric_mean(rows: &[Row]) -> f64 {
     let logarithms: f64 = rows.iter().map(|row| row.ratio.ln()).sum();
     (logarithms / f64::from(u32::try_from(rows.len()).unwrap_or(u32::MAX))).exp()
 }
 
-/// The command-line name of a value.
+/// Returns the command-line name of a value.
 fn named(value: &impl clap::ValueEnum) -> String {
     value
         .to_possible_value()

@@ -191,10 +191,10 @@ impl ShapeName {
     }
 }
 
-/// Default seed of the weights: identical on every machine.
+/// Default seed of the weights, identical on every machine.
 pub(crate) const SEED: u64 = 1;
 
-/// Writes a model of a shape into a separate folder.
+/// Writes a model of a shape to a separate folder.
 pub(crate) fn written_model(
     shape: ShapeName,
     types: TypeName,
@@ -230,7 +230,7 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
     drop(File::create_new(path).map_err(refused)?);
     let (shape, types) = args.first();
     if let Err(error) = shape.write(types, args.seed, path) {
-        // A partial model is useless, and the disk may be full of it.
+        // A partial model is useless, and may have filled the disk.
         let _ = fs::remove_file(path);
         return Err(refused(error));
     }
@@ -243,7 +243,7 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
     }
 }
 
-/// The shape of Gemma 3 1B, whose rows are no multiple of 256.
+/// Returns the shape of Gemma 3 1B, whose rows are not a multiple of 256.
 fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
     Synthetic {
         architecture: Architecture::Gemma3,
@@ -267,7 +267,7 @@ fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
     }
 }
 
-/// The shape of Qwen2.5-0.5B, whose rows are no multiple of 256.
+/// Returns the shape of Qwen2.5-0.5B, whose rows are not a multiple of 256.
 fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Synthetic {
     Synthetic {
         architecture: Architecture::Qwen2,

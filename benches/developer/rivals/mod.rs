@@ -83,7 +83,7 @@ fn compare(seed: u64) -> Result<Report, String> {
     })
 }
 
-/// Ours first, then the rivals.
+/// Runs ours, then the rivals.
 fn run_all(trace: &Trace) -> Result<Vec<Row>, String> {
     let row = |policy, device: &Device<'_>| Row {
         trace: trace.name,

@@ -1,7 +1,6 @@
-//! The real arbiter on the device.
+//! The arbiter on the simulated device.
 //!
-//! The first model is the engine, the others are workers; memory that an ASR request needs beyond them is a lease of
-//! its class.
+//! The first model is the engine, the others are workers; additional memory for an ASR request is a lease of its class.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -27,11 +26,11 @@ use cotenant::{
 /// The engine's name in the ledger, and in every trace.
 pub(super) const ENGINE: &str = "llm";
 const LAYERS: u32 = 32;
-/// Prompt and history of a turn in the KV cache before it generates.
+/// Prompt and history of a turn in the KV cache before generation.
 const PROMPT_TOKENS: u32 = 600;
 const MEASURE_EVERY: Duration = Duration::from_millis(500);
 
-/// A model of this full size: 32 layers, every fourth with attention (Qwen3.5), and 4096 tokens of f16 KV.
+/// Returns a model of this full size: 32 layers, every fourth with attention (Qwen3.5), and 4096 tokens of f16 KV.
 pub(crate) fn shape(full: Bytes) -> ModelShape {
     let (fixed_bytes, state_bytes, workspace) = (
         Bytes::from_mib(400),
@@ -109,7 +108,7 @@ enum Need {
     Denied,
 }
 
-/// Revision, plan, and its start with the use at that time.
+/// Revision, plan, and its start time with the use at that time.
 type Order = (u64, EnginePlan, Option<(Timestamp, Bytes)>);
 
 struct Ours<'a, 'b> {
@@ -364,7 +363,7 @@ impl Ours<'_, '_> {
         }
     }
 
-    /// Finished requests release their grants.
+    /// Releases the grants of finished requests.
     fn give_back(&mut self) {
         let alive: BTreeSet<u64> = self.device.jobs.iter().map(|job| job.number).collect();
         let over: Vec<u64> = self
@@ -398,7 +397,7 @@ impl Ours<'_, '_> {
         Ticket(self.tickets)
     }
 
-    /// Waiting requests ask for their memory: their worker, then their lease.
+    /// Requests memory for waiting requests: their worker, then their lease.
     fn ask(&mut self) {
         let now = self.device.now;
         let waiting: Vec<_> = self
@@ -483,7 +482,7 @@ impl Ours<'_, '_> {
             Action::SampleAfter { wait } => {
                 self.sample_at = self.sample_at.min(self.device.now + wait);
             }
-            // No lease here outlasts its term, workers have no variants, and nothing is persisted.
+            // No lease outlasts its term here, workers have no variants, and nothing is persisted.
             Action::SetTarget { .. }
             | Action::EndLease { .. }
             | Action::ResizeWorker { .. }

@@ -30,7 +30,7 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
             (ours.score.tokens, ours.score.audio)
         );
     }
-    // Beside an unmanaged neighbour, no rival achieves both.
+    // With an unmanaged neighbour, no rival achieves both.
     for trace in [
         "neighbour",
         "neighbour-storm",

@@ -1,4 +1,4 @@
-//! A rival's rule on the device.
+//! A rival's rule on the simulated device.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use cotenant::units::Bytes;
 
 const POLL_US: u64 = 100_000;
 
-/// All rivals, configured for this device as by a careful operator, who knows the models, their peaks and their
+/// Returns all rivals, configured for this device as by a careful operator who knows the models, their peaks and their
 /// transients, but not the neighbour.
 pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
     let sizes: Vec<(String, Bytes)> = device
@@ -61,7 +61,7 @@ pub(super) fn run(device: &mut Device<'_>, rival: &mut dyn Rival) {
     while !device.ended() {
         device.step();
         settle(device);
-        // All of their intervals are multiples of this.
+        // All their intervals are multiples of this.
         if device.now.as_micros().is_multiple_of(POLL_US) {
             for name in rival.poll(device.now, &view(device)) {
                 unload(device, &name);

@@ -7,20 +7,19 @@
 
 use super::rules::Kind;
 
-/// A model that is loaded as a whole, or the LLM.
+/// Model that is loaded as a whole, or the LLM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Model {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
     pub(super) steady_mib: u64,
-    /// While it loads.
+    /// Use while it loads.
     pub(super) peak_mib: u64,
 }
 
-/// An event of a trace.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Happening {
-    /// A user speaks: the recogniser must start within 300 ms, with this much memory in addition.
+    /// A user speaks: the recogniser must start within 300 ms, with this much additional memory.
     Listen { extra_mib: u64, lasts_ms: u64 },
     /// A sentence must be spoken within 1 s.
     Say { lasts_ms: u64 },
@@ -34,7 +33,7 @@ pub(super) enum Happening {
     Grows { model: &'static str, mib: u64 },
 }
 
-/// A device and its day.
+/// Device with its day.
 #[derive(Clone, Debug)]
 pub(super) struct Trace {
     pub(super) name: &'static str,
@@ -42,7 +41,7 @@ pub(super) struct Trace {
     pub(super) baseline_mib: u64,
     /// The first is the LLM that our engine hosts.
     pub(super) models: Vec<Model>,
-    /// By time, in ms.
+    /// Events by time, in ms.
     pub(super) happenings: Vec<(u64, Happening)>,
     pub(super) ends_ms: u64,
 }
@@ -104,7 +103,7 @@ impl Trace {
         self.happenings.push((ms, happening));
     }
 
-    /// One turn: a user speaks, the LLM answers, the answer is spoken. Returns its end.
+    /// Adds one turn: a user speaks, the LLM answers, the answer is spoken. Returns its end.
     fn turn(&mut self, at: u64, draw: &mut Draw, extra_mib: u64, tokens: u64) -> u64 {
         let heard = at + draw.between(1500, 4000);
         let lasts_ms = heard - at;
@@ -127,7 +126,7 @@ impl Trace {
         heard + tokens * TOKEN_US / 1000
     }
 
-    /// Turns until `until`, with pauses and needs drawn from these ranges.
+    /// Adds turns until `until`, with pauses and needs drawn from these ranges.
     fn converse(
         &mut self,
         from: u64,
@@ -151,7 +150,7 @@ impl Trace {
     }
 }
 
-/// All traces; random ones from this seed.
+/// Returns all traces; random ones from this seed.
 pub(super) fn all(seed: u64) -> Vec<Trace> {
     let mut draw = Draw(seed);
     let mut traces = drawn(&mut draw);
@@ -281,8 +280,8 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     );
     second.converse(WARM_MS, end, draw, (5, 20), (1094, 1094));
 
-    // The LLM ends, TTS grows to its peak and keeps the memory, the LLM must be reloaded beside it. Fragmentation,
-    // which prevented a single large allocation, is not modelled.
+    // The LLM ends, TTS grows to its peak and keeps the memory, and the LLM must be reloaded. Fragmentation, which
+    // prevented a single large allocation, is not modelled.
     let mut outage = Trace::new("zoe-outage", &ZOE);
     outage.converse(WARM_MS, end, draw, (5, 20), (300, 1500));
     outage.at(WARM_MS + MINUTE, Happening::Dies { model: "llm" });

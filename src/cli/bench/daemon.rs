@@ -10,14 +10,14 @@ use cotenant_rpc::v1::{
     operator_service_client::OperatorServiceClient,
 };
 
-/// Its socket, once it answers.
+/// Connects to the daemon once it answers.
 pub async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
     watch::connect(&stage.socket(), patience)
         .await
         .map_err(last_words(stage))
 }
 
-/// Its status, once it is as `wanted`.
+/// Returns the status once it satisfies `wanted`.
 pub async fn until(
     operator: &mut OperatorServiceClient<Channel>,
     patience: Duration,
@@ -47,12 +47,12 @@ pub async fn until(
     }
 }
 
-/// A problem, with the end of the daemon's log.
+/// Returns a function that appends the end of the daemon's log to a problem.
 pub fn last_words(stage: &Stage) -> impl Fn(String) -> String {
     |problem| stage.last_words(problem)
 }
 
-/// Identification of a lease on its stream.
+/// Returns the message that identifies a lease on its stream.
 pub fn message_of(lease: &Lease) -> HoldLeaseRequest {
     HoldLeaseRequest {
         name: lease.name.clone(),

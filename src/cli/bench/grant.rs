@@ -1,11 +1,11 @@
 //! `cotenant bench grant`: time to a grant while the LLM generates.
 //!
-//! A full budget; a tenant of the class of ASR that holds a small lease and requests more; an engine that generates
+//! The budget is full; a tenant with the class of ASR holds a small lease and requests more; the engine generates
 //! continuously and has to shed. Each round requests, waits for the grant, uses the memory, releases it, and lets the
-//! engine grow again. The engine is in an answer, in a prompt, or in either in turns.
+//! engine regrow. The request comes during an answer, a prompt, or either alternately.
 //!
-//! The whole plan of the engine is resident (`llm.kv_memory: at-once`), so that the kernel sees each shed. A shed of
-//! untouched KV frees no page and is faster; it is measured afterwards, on a separate line.
+//! The engine's plan is fully resident (`llm.kv_memory: at-once`), so that the kernel's figures show each shed. A shed
+//! of untouched KV frees no page and is faster; it is measured afterwards and reported separately.
 
 use std::{
     path::PathBuf,
@@ -71,7 +71,7 @@ pub enum While {
 }
 
 impl While {
-    /// The engine's phase in this round, if the round waits for one.
+    /// Returns the phase of the engine to wait for in this round, if any.
     const fn phase(self, round: u32) -> Option<Phase> {
         match self {
             Self::Answer => None,
@@ -82,25 +82,25 @@ impl While {
     }
 }
 
-/// Tokens of an answer when prompts are awaited (our choice: enough to be requested during one).
+/// Tokens of an answer when waiting for prompts (our choice: enough for a request during one).
 const SHORT: u32 = 24;
 
 /// Lease of ASR before it requests more.
 const ASR_SMALL: Bytes = Bytes::from_mib(32);
 
-/// Room that is left in the budget, so that it is not exactly full.
+/// Memory left in the budget, so that it is not exactly full.
 const SLACK: Bytes = Bytes::from_mib(8);
 
 /// Memory of the daemon itself and of this program, outside the budget.
 const RESERVE: Bytes = Bytes::from_gib(1);
 
-/// The longest that one step may take; the first one may be to read some GiB of a model.
+/// Time limit of one step; the first one may read several GiB of a model.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How long a grant may take that needs a shed, at the 99th percentile.
+/// Limit of the 99th percentile for a grant that needs a shed.
 const GRANT_P99_MAX: Duration = Duration::from_millis(300);
 
-/// Share of the requested memory by which the kernel's count for the daemon must fall at a grant. Our choice: the
+/// Share of the requested memory by which the kernel's figure for the daemon must fall at a grant. Our choice: the
 /// running answer touches some pages meanwhile.
 const FELL_LEAST: f64 = 0.8;
 
@@ -116,9 +116,9 @@ enum Kv {
 struct Rounds {
     in_answers: Vec<Duration>,
     in_prompts: Vec<Duration>,
-    /// By how much the daemon's proportional set size fell at each grant, ascending.
+    /// Decreases of the daemon's proportional set size at each grant, ascending.
     fell: Vec<Bytes>,
-    /// Grants within the prompt or answer of their request.
+    /// Number of grants during the prompt or answer in which they were requested.
     within: u32,
     verified: Bytes,
     regrown: Bytes,
@@ -128,10 +128,10 @@ struct Rounds {
 /// Runs the benchmark.
 ///
 /// # Errors
-/// When the daemon does not come up, or a grant fails.
+/// If the daemon does not start, or a grant fails.
 pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let more = Bytes::from_mib(args.mib);
-    // The size of the engine decides the budget, so a daemon with all the room it wants comes first.
+    // The size of the engine determines the budget, so it is first measured with an ample one.
     let machine = Meminfo::read(&ProbeRoot::default()).map_err(|error| error.to_string())?;
     let room = machine.total.saturating_sub(RESERVE);
     let roomy = Stage::set(|folder| configuration(folder, args, room, Kv::Untouched))
@@ -228,7 +228,6 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// All rounds, with one daemon.
 async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, String> {
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);
@@ -277,13 +276,13 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
         rounds
             .fell
             .push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
-        let used = vec![1u8; more.as_len()]; // real pages, as the decoder would use them
+        let used = vec![1u8; more.as_len()]; // touch the pages, as a decoder would
         std::hint::black_box(&used);
         drop(used);
         lease = resize(&mut leases, &lease, ASR_SMALL)
             .await
             .map_err(|problem| format!("round {round}: {problem}"))?;
-        // A regrow that is complete, or has no room, is refused: the next round waits for its needs.
+        // A regrow that is complete, or impossible, is refused: the next round waits for what it needs.
         if let Err(status) = operator.regrow(RegrowRequest {}).await
             && status.code() != Code::FailedPrecondition
         {
@@ -307,7 +306,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     Ok(rounds)
 }
 
-/// The lease that requests more in each round.
+/// Requests the lease that grows in each round.
 async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, String> {
     leases
         .create_lease(CreateLeaseRequest {
@@ -327,10 +326,10 @@ async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, 
         .ok_or_else(|| "the answer holds no lease".to_owned())
 }
 
-/// Waits until the LLM does this, and has done it for a part of the time that it takes, another one in each round.
+/// Waits until the LLM has been in this phase for a part of its duration, which varies by round.
 async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
     let end = Instant::now() + PATIENCE;
-    // A phase in progress may end at any moment: the next one counts.
+    // A phase in progress may end at any moment: wait for the next one.
     let under_way = talk.phase();
     let (mut into, mut missed) = (INTO * (round * 37 % 100) / 100, None);
     while Instant::now() < end {
@@ -355,11 +354,11 @@ async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
     ))
 }
 
-/// Latest time within a prompt or an answer at which memory is requested. Our choice: less than the duration of either
-/// with a model of some GiB.
+/// Latest point within a prompt or an answer at which memory is requested. Our choice: less than the duration of either
+/// with a model of several GiB.
 const INTO: Duration = Duration::from_millis(400);
 
-/// Two prompts that begin with other words, so that nothing of the one is of use for the other.
+/// Returns two prompts with different beginnings, so that no prefix can be reused.
 fn prompts(letters: u32) -> Vec<String> {
     let letters = usize::try_from(letters).unwrap_or(usize::MAX);
     [
@@ -413,7 +412,7 @@ fn configuration(folder: &std::path::Path, args: &GrantArgs, total: Bytes, kv: K
         Kv::InUse => "at-once",
         Kv::Untouched => "as-needed",
     };
-    // The daemon's own use is the reserve here; the watermarks are low because the budget is meant to be full.
+    // The daemon's own use is the reserve here; the watermarks are low because the budget is full by design.
     format!(
         "\
 budget:

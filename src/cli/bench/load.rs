@@ -1,21 +1,20 @@
-//! Load of the rest of the machine during a measurement.
+//! Load of the machine by other processes during a measurement.
 
 use std::time::Instant;
 
 use nix::sys::resource::{UsageWho, getrusage};
 
-/// An instant, with the CPU time of all processors and of our own processes until then.
+/// Point in time, with the CPU time of all processors and of our own processes so far.
 #[derive(Debug)]
 pub struct Reading {
     at: Instant,
-    /// Seconds of all processors, busy or stolen, and how many processors there are; `None` when `/proc/stat` cannot
-    /// be read.
+    /// Busy and stolen seconds of all processors, and the number of processors; `None` if `/proc/stat` cannot be read.
     machine: Option<(f64, f64)>,
     own: f64,
 }
 
 impl Reading {
-    /// Reads the machine now.
+    /// Takes a reading.
     #[must_use]
     pub fn now() -> Self {
         Self {
@@ -31,7 +30,7 @@ impl Reading {
         }
     }
 
-    /// Share of all processors that others used since, in percent; `None` when it is not known.
+    /// Returns the share of all processors used by others since then, in percent; `None` if unknown.
     pub fn foreign_percent(&self) -> Option<f64> {
         let now = Self::now();
         let ((before, processors), (after, _)) = (self.machine?, now.machine?);
@@ -41,7 +40,7 @@ impl Reading {
     }
 }
 
-/// Busy and stolen seconds of all processors in the text of `/proc/stat`, and the number of processors.
+/// Parses busy and stolen seconds of all processors from the text of `/proc/stat`, and the number of processors.
 #[expect(clippy::cast_precision_loss, reason = "a handful of processors")]
 fn machine(text: &str) -> Option<(f64, f64)> {
     let fields: Vec<f64> = text
@@ -51,7 +50,7 @@ fn machine(text: &str) -> Option<(f64, f64)> {
         .split_ascii_whitespace()
         .filter_map(|field| field.parse().ok())
         .collect();
-    // user, nice, system, idle, iowait, irq, softirq, steal; guests are inside user and nice.
+    // user, nice, system, idle, iowait, irq, softirq, steal; guest time is included in user and nice.
     let [user, nice, system, _, _, irq, softirq, steal, ..] = *fields.as_slice() else {
         return None;
     };
@@ -71,7 +70,7 @@ fn seconds(time: nix::sys::time::TimeVal) -> f64 {
     time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6
 }
 
-/// Ticks of `/proc/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (`proc(5)`).
+/// Ticks of `/proc/stat` per second: `USER_HZ`, 100 on all supported architectures (`proc(5)`).
 pub const TICKS: f64 = 100.0;
 
 #[cfg(test)]

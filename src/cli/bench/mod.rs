@@ -1,4 +1,4 @@
-//! `cotenant bench`: figures of the user's own board, each measured in one run.
+//! `cotenant bench`: measurements on the user's own board, each in one run.
 
 pub mod daemon;
 pub mod engine;
@@ -43,13 +43,13 @@ pub(super) fn run(global: &Global, bench: &Command) -> Result<ExitCode, CliError
     }
 }
 
-/// Threads of a measurement beside the main one.
+/// Threads of a measurement in addition to the main one.
 pub const THREADS: u32 = 2;
 
 /// Runs a measurement that starts its own daemon, in its own session, until it ends or is interrupted.
 ///
 /// # Errors
-/// When the measurement fails, or was interrupted.
+/// If the measurement fails, or is interrupted.
 pub fn on_a_stage<F: Future<Output = Result<(), String>>>(
     threads: u32,
     measure: impl FnOnce() -> F,
@@ -62,10 +62,10 @@ pub fn on_a_stage<F: Future<Output = Result<(), String>>>(
     result.map(|()| code)
 }
 
-/// Runs a measurement with so many threads beside the main one, until it ends or is interrupted.
+/// Runs a measurement with this many threads in addition to the main one, until it ends or is interrupted.
 ///
 /// # Errors
-/// When the measurement fails, or was interrupted.
+/// If the measurement fails, or is interrupted.
 pub fn measured<F: Future<Output = Result<(), String>>>(
     threads: u32,
     measure: impl FnOnce() -> F,

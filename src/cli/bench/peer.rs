@@ -1,6 +1,6 @@
 //! Peer of a measurement: `llama-bench` on the same file.
 //!
-//! Neither setting is better for everything, so the better one counts for each figure.
+//! No setting is best for every figure, so the better one counts for each.
 
 use std::{
     path::Path,
@@ -25,7 +25,7 @@ pub(super) struct PeerJob<'job> {
     pub(super) program: &'job Path,
     pub(super) model: &'job Path,
     pub(super) threads: usize,
-    /// With all its layers on the GPU.
+    /// Whether all its layers are on the GPU.
     pub(super) cuda: bool,
     pub(super) prompts: &'job [u32],
     pub(super) generate: u32,
@@ -36,7 +36,7 @@ impl PeerJob<'_> {
     /// Runs the peer once in one of its settings.
     ///
     /// # Errors
-    /// When it cannot be started, fails, or prints something else.
+    /// If it cannot be started, fails, or prints unexpected output.
     pub(super) fn run(&self, repack: bool) -> Result<Vec<PeerFigure>, String> {
         let prompts: Vec<String> = self.prompts.iter().map(u32::to_string).collect();
         let output = Command::new(self.program)

@@ -11,20 +11,19 @@ use crate::{
     output::{self, Column, Table},
 };
 
-/// All figures of one measurement.
+/// Figures of one measurement.
 #[derive(Debug, Serialize)]
 pub struct Report {
     version: &'static str,
     bench: &'static str,
     setting: String,
     figures: Vec<Figure>,
-    /// Share of all processors that other processes used meanwhile, in percent.
+    /// Share of all processors used by other processes meanwhile, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     others_percent: Option<f64>,
     notes: Vec<String>,
 }
 
-/// One figure.
 #[derive(Debug, Serialize)]
 struct Figure {
     what: String,
@@ -40,13 +39,13 @@ struct Figure {
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// Not less.
+    /// Minimum.
     AtLeast(f64),
-    /// Not more.
+    /// Maximum.
     AtMost(f64),
 }
 
-/// The middle value, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two in the middle.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -56,7 +55,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
 }
 
 impl Report {
-    /// An empty report.
+    /// Creates an empty report.
     pub fn new(bench: &'static str, setting: impl Into<String>) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -88,7 +87,7 @@ impl Report {
         });
     }
 
-    /// Adds median, 99th percentile and maximum of `times`, in ms; the limit is that of the 99th percentile.
+    /// Adds median, 99th percentile and maximum of `times`, in ms; the limit applies to the 99th percentile.
     pub fn times(&mut self, what: &str, mut times: Vec<Duration>, p99_max: Option<Duration>) {
         times.sort_unstable();
         let at = |per_mille| milliseconds(&times, per_mille);
@@ -108,7 +107,7 @@ impl Report {
         self.others_percent = reading.foreign_percent();
     }
 
-    /// Writes it to stdout.
+    /// Writes the report to stdout.
     pub fn write(&self, output: Output) -> Result<(), CliError> {
         output::write_report(output, self, || self.render())
     }
@@ -149,7 +148,7 @@ impl Report {
     }
 }
 
-/// With as many digits as are of use.
+/// Formats a value with a useful number of digits.
 fn shown(value: f64) -> String {
     if value.abs() >= 100.0 || value.fract() == 0.0 {
         format!("{value:.0}")
@@ -158,7 +157,7 @@ fn shown(value: f64) -> String {
     }
 }
 
-/// The value at so many thousandths of a sorted list.
+/// Returns the value at a per-mille rank of a sorted list.
 pub fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
     let last = sorted.len().checked_sub(1)?;
     sorted.get(
@@ -169,7 +168,7 @@ pub fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
     )
 }
 
-/// The value at so many thousandths of a sorted list, in ms.
+/// Returns the value at a per-mille rank of a sorted list, in ms.
 pub fn milliseconds(sorted: &[Duration], per_mille: usize) -> f64 {
     at(sorted, per_mille).map_or(0.0, |wait| wait.as_secs_f64() * 1e3)
 }

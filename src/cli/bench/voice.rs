@@ -1,10 +1,10 @@
 //! `cotenant bench voice`: time from the end of an utterance to the answer.
 //!
-//! Real engines: flite speaks the commands, pocketsphinx recognises them, the demo model answers, flite speaks the
-//! answer. Each command is asked alone first; beside the neighbour the words must be the same.
+//! With real engines: flite speaks the commands, pocketsphinx recognises them, the demo model answers, flite speaks the
+//! answer. Each command is first measured alone; with the neighbour, the answers must be the same.
 //!
-//! With `--clients` several speakers take turns on one LLM. They send text, since only that carries the name of a
-//! conversation over Wyoming, and interrupt an answer once it sounds.
+//! With `--clients`, several speakers take turns on one LLM. They send text, since over Wyoming only text carries the
+//! name of a conversation, and interrupt each answer at its first audio.
 
 use std::{
     collections::BTreeMap,
@@ -60,7 +60,7 @@ pub struct VoiceArgs {
     pub neighbour: Bytes,
 }
 
-/// Sentences of the grammar that the stage brings.
+/// Sentences of the grammar in the stage.
 const COMMANDS: [&str; 6] = [
     "turn on the kitchen light",
     "turn off the bedroom lamp",
@@ -70,27 +70,27 @@ const COMMANDS: [&str; 6] = [
     "good night",
 ];
 
-/// All memory of the session, and its reserve: as in the demonstration. Another model adds one and a half times its
-/// file, for its context.
+/// Total memory of the session, and its reserve: as in the demonstration. Another model adds one and a half times its
+/// file size, for its context.
 const TOTAL: Bytes = Bytes::from_mib(300);
 const RESERVE: Bytes = Bytes::from_mib(56);
 
-/// How long the neighbour keeps its memory, which it takes without a lease.
+/// Time for which the neighbour holds its memory, without a lease.
 const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 
-/// Time between two neighbours, in which the engine grows back.
+/// Time between two neighbours, in which the engine regrows.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
-/// Silence before the end of a live utterance: the default of OpenAI's detector of turns.
+/// Silence before the end of a live utterance: the default of OpenAI's turn detection.
 const SILENCE: Duration = Duration::from_millis(500);
 
 /// Pause between two `describe` requests.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is waited for in a turn, as a table and as JSON name it.
+/// Measured stages of a turn: names in the table and in JSON.
 const STAGES: [(&str, &str); 4] = [
     ("transcript", "heardMs"),
     ("first text", "firstTextMs"),
@@ -99,7 +99,7 @@ const STAGES: [(&str, &str); 4] = [
 ];
 const DESCRIBED: (&str, &str) = ("`describe`, meanwhile", "describeMs");
 
-/// The same where several speakers take turns.
+/// Measured stages with several speakers.
 const TURNS: [(&str, &str); 7] = [
     ("cold: first token", "coldFirstTokenMs"),
     ("cold: first sound", "coldFirstAudioMs"),
@@ -110,13 +110,13 @@ const TURNS: [(&str, &str); 7] = [
     DESCRIBED,
 ];
 
-/// Times of one part for each of these, ascending once it is done.
+/// Times of each stage in one part, finally ascending.
 type Part<const N: usize> = [Vec<Duration>; N];
 
 /// Runs the benchmark and prints its figures.
 ///
 /// # Errors
-/// When the daemon or a worker does not come up, a request fails, or an answer differs.
+/// If the daemon or a worker does not start, a request fails, or an answer differs.
 pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> {
     let reading = load::Reading::now();
     let model = args.model.as_ref().map(std::path::absolute).transpose();
@@ -156,7 +156,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         .map_err(|error| problem(in_one_line(&error)))?;
 
     let mut said = BTreeMap::new();
-    // The first answers touch memory for the first time, and are the reference for later ones.
+    // The first answers touch memory for the first time; they are the reference for later ones.
     for (command, recording) in &recordings {
         let spoken = one(&mut exchange, recording, Pace::AtOnce)
             .await
@@ -178,7 +178,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         let [mut heard, mut text, mut audio, described] = Part::default();
         for (command, recording) in recordings.iter().cycle().take(as_len(args.rounds)) {
             let spoken = one(&mut exchange, recording, pace).await?;
-            // other models draw their tokens
+            // other models sample their tokens
             let same = model.is_some() || said.get(command) == Some(&spoken.answer);
             if spoken.heard != *command || !same {
                 different.push(format!(
@@ -224,7 +224,7 @@ async fn one(exchange: &mut Exchange, recording: &MonoAudio, pace: Pace) -> Resu
     }
 }
 
-/// The commands as recordings of 16 kHz.
+/// Synthesises the commands as 16 kHz recordings.
 async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAudio)>, String> {
     let mut recordings = Vec::new();
     for command in COMMANDS {
@@ -242,7 +242,7 @@ async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAud
     Ok(recordings)
 }
 
-/// Does the same alone and beside neighbours; returns the times of both, and the sheds of the latter.
+/// Measures the same alone and with neighbours; returns the times of both, and the sheds of the latter.
 async fn both<const N: usize>(
     operator: &mut Operator,
     client: &WyomingClient,
@@ -263,7 +263,7 @@ async fn both<const N: usize>(
     Ok(([alone, beside], after.saturating_sub(before)))
 }
 
-/// Speakers in conversations of their own: each has two turns before the next one.
+/// Measures speakers in separate conversations, each with two turns before the next one.
 async fn turns(
     client: &WyomingClient,
     clients: u32,
@@ -300,7 +300,8 @@ async fn turns(
     Ok([a, b, c, d, e, f, Vec::new()])
 }
 
-/// A turn in the conversation of this name, whose answer is interrupted; the times to its first token and sound.
+/// Runs a turn in the conversation of this name, and interrupts its answer; returns the times to its first token and
+/// first audio.
 async fn turn(
     exchange: &mut Exchange,
     name: &str,
@@ -332,7 +333,7 @@ async fn turn(
             _ => {}
         }
     };
-    // the next turn begins when nothing of this one is left
+    // the next turn starts when this one has ended completely
     request_pipeline(exchange, "handle").await.map_err(failed)?;
     exchange
         .send(Event::Ping(Ping::default()))
@@ -369,16 +370,16 @@ async fn describing<const N: usize>(
     Ok(part)
 }
 
-/// Neighbours that come and go until this is dropped; returns only when none can be started.
+/// Starts and ends neighbours until dropped; returns only if none can be started.
 async fn neighbours(bytes: Bytes) -> String {
     loop {
-        // Per second, so that it takes one.
+        // The rate equals the size, so it takes one second.
         let neighbour = match Process::ballast(bytes, bytes) {
             Ok(neighbour) => neighbour,
             Err(error) => return format!("cannot start a neighbour: {error}"),
         };
         tokio::time::sleep(Duration::from_secs(1) + NEIGHBOUR_STAYS).await;
-        // It ends at once; waiting for it would hold up the measurement.
+        // It ends at once; waiting for it would delay the measurement.
         let ended = blocking(move || drop(neighbour)).await;
         if let Err(error) = ended {
             return error.to_string();
@@ -508,7 +509,7 @@ http: {{listen: none}}
 wyoming: {{listen: [\"unix://{folder}/wyoming.sock\"]}}
 {places}",
         total = total.whole_mib(),
-        // above the hysteresis, a part of the whole
+        // above the hysteresis, a part of the total
         reclaim = (total.whole_mib() / 32).max(16),
         reserve = RESERVE.whole_mib(),
     )

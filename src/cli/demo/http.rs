@@ -2,7 +2,6 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HttpError {
     /// There was no answer.
@@ -10,7 +9,7 @@ pub(super) enum HttpError {
     Transport {
         /// The path.
         path: &'static str,
-        /// Why not.
+        /// The cause.
         #[source]
         source: Box<ureq::Error>,
     },
@@ -21,10 +20,10 @@ pub(super) enum HttpError {
         path: &'static str,
         /// The status.
         status: u16,
-        /// The body, shortened.
+        /// The body, truncated.
         body: String,
     },
-    /// The response is not the expected one.
+    /// The response lacks an expected field.
     #[error("`{path}` answered without `{field}`")]
     Field {
         /// The path.
@@ -34,7 +33,7 @@ pub(super) enum HttpError {
     },
 }
 
-/// A client of the OpenAI-compatible API.
+/// Client of the OpenAI-compatible API.
 #[derive(Clone, Debug)]
 pub(super) struct Http {
     agent: ureq::Agent,
@@ -42,14 +41,13 @@ pub(super) struct Http {
     model: &'static str,
 }
 
-/// The longest that one request of the demonstration may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Separates the parts of an upload; any text that does not occur in it.
+/// Separator of the parts of an upload; occurs in none of them.
 const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 
 impl Http {
-    /// A client of the API at `address` for this LLM.
+    /// Creates a client of the API at `address` for this LLM.
     pub(super) fn new(address: SocketAddr, model: &'static str) -> Self {
         let agent = ureq::Agent::config_builder()
             .timeout_global(Some(PATIENCE))
@@ -63,7 +61,7 @@ impl Http {
         }
     }
 
-    /// Text to a WAV file.
+    /// Synthesises text to a WAV file.
     pub(super) fn speak(&self, text: &str) -> Result<Vec<u8>, HttpError> {
         let body = serde_json::json!({
             "model": "tts-1", "input": text, "voice": "alloy", "response_format": "wav",
@@ -75,7 +73,7 @@ impl Http {
         )
     }
 
-    /// A WAV file to text.
+    /// Transcribes a WAV file.
     pub(super) fn hear(&self, wav: &[u8]) -> Result<String, HttpError> {
         const PATH: &str = "/v1/audio/transcriptions";
         let mut body = format!(
@@ -94,7 +92,7 @@ impl Http {
         text_at(PATH, &answer, "/text")
     }
 
-    /// A question to the LLM, answered greedily.
+    /// Asks the LLM, which answers greedily.
     pub(super) fn ask(&self, question: &str) -> Result<String, HttpError> {
         const PATH: &str = "/v1/chat/completions";
         let body = serde_json::json!({

@@ -1,9 +1,10 @@
 //! `cotenant demo`: the whole system on real processes, with a verdict.
 //!
-//! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the APIs
-//! that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory without a
-//! lease; a worker that another process kills. The final claims are checked from outside: by the daemon's clients and
-//! by the kernel's own figures for its processes. With `--real`, models and speech servers are published ones.
+//! It runs the real daemon in a temporary folder, the demo model, and two real speech workers. A spoken question passes
+//! through the APIs that products use; then the recogniser needs more memory while the LLM generates, a neighbour takes
+//! memory without a lease, and another process kills a worker. The final claims are checked from outside: by clients of
+//! the daemon and by the kernel's figures for its processes. With `--real`, models and speech servers are published
+//! ones.
 
 mod http;
 mod play;
@@ -51,7 +52,7 @@ use cotenant_units::lock::locked;
 const CHART_WIDTH: usize = 100;
 const CHART_HEIGHT: usize = 16;
 
-/// How long the daemon may take for each thing that the demonstration waits for: servers in Python import for seconds.
+/// Time limit of each step: servers in Python import for seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Settings of the demonstration.
@@ -70,10 +71,10 @@ pub struct DemoArgs {
     published: published::Source,
 }
 
-/// Runs the demonstration; its verdict is the exit code.
+/// Runs the demonstration; the exit code is its verdict.
 #[must_use]
 pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
-    // Before anything is played for a minute whose report could not be written.
+    // Before a minute is spent on a run whose report cannot be written.
     if let Err(error) = report::make_folder(&args.out) {
         eprintln!("error: cannot write the report to `{}`", args.out.display());
         eprintln!("  caused by: {error}");
@@ -134,15 +135,15 @@ fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
     }
 }
 
-/// Prints lines, most of them with the time since the beginning.
+/// Printer of lines, most of them with the elapsed time.
 struct Narrator {
     began: Instant,
     output: Output,
 }
 
 impl Narrator {
-    /// Prints text for people: on stdout, or on stderr if stdout has a document for programs. A closed pipe ends the
-    /// output, not the demonstration.
+    /// Prints text for people: on stdout, or on stderr if stdout carries a document for programs. A closed pipe ends
+    /// the output, not the demonstration.
     fn line(&self, text: &str) {
         let _ = match self.output {
             Output::Table => writeln!(std::io::stdout().lock(), "{text}"),
@@ -157,7 +158,7 @@ impl Narrator {
         ));
     }
 
-    /// Prints the supervisor's decisions since the last call, as it words them.
+    /// Prints the supervisor's decisions since the last call, in its own words.
     fn decisions(&self, watch: &Watch, reported: &mut usize) {
         let lines = watch.lines();
         for line in lines.iter().skip(*reported) {
@@ -173,7 +174,7 @@ impl Narrator {
     }
 }
 
-/// Lines of the journal that are worth telling as they come.
+/// Journal lines that are shown as they occur.
 const DECISIONS: [&str; 6] = [
     "apply_plan",
     "engine_applied",
@@ -183,7 +184,6 @@ const DECISIONS: [&str; 6] = [
     "worker_exited",
 ];
 
-/// One spoken question, there and back.
 struct RoundTrip {
     asked: Vec<u8>,
     heard: String,
@@ -212,7 +212,7 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
     .map_err(|error| error.to_string())?
 }
 
-/// Whether a recogniser understood these words: it adds its own capitals and punctuation.
+/// Returns whether a recogniser understood these words, ignoring its capitals and punctuation.
 fn same_words(heard: &str, said: &str) -> bool {
     let words = |text: &str| -> Vec<String> {
         let words = text
@@ -223,7 +223,6 @@ fn same_words(heard: &str, said: &str) -> bool {
     words(heard) == words(said)
 }
 
-/// Whether the engine and all workers are ready.
 pub(super) fn ready(status: &GetStatusResponse) -> bool {
     let engine = status.engine.as_ref();
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
@@ -233,7 +232,7 @@ pub(super) fn ready(status: &GetStatusResponse) -> bool {
             .all(|worker| worker.state() == WorkerState::Ready)
 }
 
-/// Part that will not become ready, with the reason.
+/// Returns a part that will not become ready, with the reason.
 fn given_up(status: &GetStatusResponse) -> Option<String> {
     let worker = status
         .workers
@@ -252,7 +251,7 @@ fn given_up(status: &GetStatusResponse) -> Option<String> {
     worker.or_else(|| engine.map(|engine| engine.failure.clone()))
 }
 
-/// Whether the engine has all layers resident and its full KV capacity.
+/// Returns whether the engine has all layers resident and its full KV capacity.
 pub(super) fn whole(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         !engine.changing
@@ -261,7 +260,7 @@ pub(super) fn whole(status: &GetStatusResponse) -> bool {
     })
 }
 
-/// Whether the engine has shed KV capacity and layers, and has no further change pending.
+/// Returns whether the engine has shed KV capacity and layers, and has no change pending.
 fn squeezed_in_both(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         !engine.changing
@@ -283,7 +282,6 @@ fn free_port() -> std::io::Result<SocketAddr> {
     TcpListener::bind(("127.0.0.1", 0))?.local_addr()
 }
 
-/// A change of ASR to this variant.
 fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     ResizeWorkerRequest {
         name: "asr".to_owned(),
@@ -292,8 +290,7 @@ fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     }
 }
 
-/// ASR takes more memory: by its larger variant or, with one size, by a start from stopped to ready. Returns the
-/// duration.
+/// Makes ASR take more memory: by its larger variant or, without variants, by a start. Returns the duration.
 async fn grow_asr(
     operator: &mut OperatorServiceClient<Channel>,
     watch: &Watch,
@@ -402,7 +399,7 @@ async fn play(
         format!("heard {:?}, answered {:?}", first.heard, first.answer),
     ));
 
-    // The LLM keeps talking through everything that follows.
+    // The LLM generates throughout everything below.
     let talk = Talk::start_with(
         LlmServiceClient::new(channel.clone()),
         vec![story.to_owned()],
@@ -422,7 +419,7 @@ async fn play(
     narrator.say(&sizes.to_string());
     report.check(sizes.check());
 
-    // 1. The recogniser needs its large vocabulary while the LLM talks, and there is no room.
+    // 1. The recogniser needs its large vocabulary while the LLM generates, and memory is full.
     let granted = grow_asr(&mut operator, &watch, scenario).await;
     match &granted {
         Ok(took) => narrator.say(&format!(
@@ -467,7 +464,7 @@ async fn play(
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = scenario.start_neighbour().map_err(text)?;
     *locked(&neighbour_pid) = Some(neighbour.pid());
-    // First all of its memory, by the kernel's count; then the end of the engine's response.
+    // First the kernel counts all of its memory; then the engine's response ends.
     let came = watch::until_pss(neighbour.pid(), scenario.neighbour, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
     let pss_after = watch::pss(stage.daemon().pid());
@@ -500,7 +497,7 @@ async fn play(
             .map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
     ));
 
-    // 3. A process kills the recogniser.
+    // 3. Another process kills the recogniser.
     let asr = worker_pid(&watch.status().unwrap_or_default(), "asr");
     report.mark(began, MarkKind::Alarm, "ASR killed by another process");
     let killed = Instant::now();

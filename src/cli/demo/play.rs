@@ -5,37 +5,35 @@ use std::{io, net::SocketAddr, path::Path, path::PathBuf};
 use crate::stage::{Process, places};
 use cotenant_units::Bytes;
 
-/// Additional memory of a process of an unoptimised build over a release build, measured.
+/// Additional MiB of a process of an unoptimised build over a release build, measured.
 const HEAVIER: u64 = if cfg!(debug_assertions) { 6 } else { 0 };
 
-/// The demonstrated scenario: models and sizes.
+/// Scenario of the demonstration: models and sizes.
 #[derive(Clone, Debug)]
 pub(super) struct Scenario {
-    /// All memory of the demonstration's session.
+    /// Total memory of the demonstration's session.
     pub(super) total: Bytes,
-    /// Its reserve: the supervisor itself and this program.
+    /// Its reserve, for the supervisor itself and this program.
     reserve: Bytes,
-    /// Memory that the neighbour takes without a lease: more than the KV cache can give, so that layers are shed too.
+    /// Memory taken by the neighbour without a lease: more than the KV cache can release, so that layers are shed too.
     pub(super) neighbour: Bytes,
-    /// The LLM's name for clients.
     pub(super) model: &'static str,
-    /// The question that is spoken repeatedly.
     pub(super) question: &'static str,
-    /// Request that keeps the LLM generating: a prompt for a long answer, and its token limit.
+    /// Request that keeps the LLM generating: prompt and token limit.
     pub(super) story: &'static str,
     pub(super) story_tokens: u32,
-    /// The two sizes of ASR, and how much more the second takes.
+    /// The two variants of ASR.
     pub(super) asr_variants: Option<[&'static str; 2]>,
     pub(super) asr_growth: &'static str,
     /// `llm:` without `path` and `name`, and `workers:`.
     llm: &'static str,
     workers: String,
-    /// The folder with published models; the demo model without it.
+    /// Folder with published models; `None` for the demo model.
     published: Option<PathBuf>,
 }
 
 impl Scenario {
-    /// The demo model with pocketsphinx and flite: everything that this repository and Debian have.
+    /// Demo model with pocketsphinx and flite, all available in this repository and Debian.
     pub(super) fn built_in() -> Self {
         let workers = format!(
             "  - name: tts
@@ -73,10 +71,11 @@ impl Scenario {
         }
     }
 
-    /// SmolLM2, Whisper and Piper, which `deploy/real/fetch` has put into `folder`.
+    /// SmolLM2, Whisper and Piper, which `deploy/real/fetch` has downloaded to `folder`.
     pub(super) fn published(folder: &Path) -> Self {
-        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions, and 232 while it loads.
-        // Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
+        // Measured together, as PSS: Whisper uses 160 MiB after short questions, and 232 MiB while loading. Piper
+        // starts with 50 MiB, uses 180 MiB after its first sentence and 215 MiB after one of three seconds, and keeps
+        // that.
         let workers = "  - name: tts
     role: tts
     argv: [\"{MODELS}/servers/bin/wyoming-piper\", --uri, \"unix://${SOCKET}\", --voice, en_US-joe-medium, --data-dir, \"{MODELS}\"]
@@ -89,8 +88,8 @@ impl Scenario {
 "
         .replace("{MODELS}", &folder.display().to_string());
         Self {
-            // At rest everything fits: the whole LLM and the workers' memory after a sentence, with the reserve and the
-            // watermark's hysteresis. While Whisper loads it does not.
+            // At rest everything fits: the complete LLM and the workers' memory after a sentence, with the reserve and
+            // the watermark's hysteresis. While Whisper loads, it does not.
             total: Bytes::from_mib(896 + 2 * HEAVIER),
             reserve: Bytes::from_mib(64 + 2 * HEAVIER),
             neighbour: Bytes::from_mib(250),
@@ -106,12 +105,11 @@ impl Scenario {
         }
     }
 
-    /// A neighbour that takes memory without a lease, 80 MiB a second.
+    /// Starts a neighbour that takes memory without a lease, at 80 MiB per second.
     pub(super) fn start_neighbour(&self) -> io::Result<Process> {
         Process::ballast(self.neighbour, NEIGHBOUR_RATE)
     }
 
-    /// The daemon's configuration.
     pub(super) fn configuration(&self, folder: &Path, http: SocketAddr) -> String {
         let model = match &self.published {
             Some(models) => models.join("SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -133,7 +131,7 @@ workers:
 {workers}",
             total = self.total.whole_mib(),
             reserve = self.reserve.whole_mib(),
-            // The least shed ends a level.
+            // A minimum shed ends a level.
             hysteresis = self
                 .published
                 .as_ref()
@@ -150,5 +148,5 @@ workers:
     }
 }
 
-/// How fast the neighbour takes its memory, per second.
+/// Rate at which the neighbour takes memory, per second.
 const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);

@@ -1,4 +1,4 @@
-//! Published models for the demonstration, fetched when the user agrees.
+//! Published models for the demonstration, downloaded with the user's consent.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use crate::stage::TemporaryFolder;
 use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
-/// The program that fetches them, for Python 3.
+/// Download program, for Python 3.
 const FETCH: &str = include_str!("../../../deploy/real/fetch");
 
 /// Where published models come from.
@@ -31,7 +31,7 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Fetches missing files, if the user agrees; returns the folder.
+    /// Downloads missing files, with the user's consent; returns the folder.
     pub(super) fn fetch(&self) -> Result<PathBuf, String> {
         let folder = self.cache.clone().or_else(cache).ok_or(
             "neither XDG_CACHE_HOME nor HOME is set; name a folder for the models with --cache",
@@ -65,7 +65,7 @@ impl Source {
     }
 }
 
-/// The folder for downloads in the user's cache.
+/// Returns the folder for downloads in the user's cache.
 fn cache() -> Option<PathBuf> {
     let set = |name: &str| {
         env::var_os(name)
@@ -76,7 +76,7 @@ fn cache() -> Option<PathBuf> {
     Some(cache.join("cotenant/real"))
 }
 
-/// Prediction of `cotenant plan` for a configuration: memory of the LLM, and the peak of each worker.
+/// Returns the prediction of `cotenant plan` for a configuration: memory of the LLM, and the peak of each worker.
 pub(super) async fn planned(config: &Path) -> Result<BTreeMap<String, Bytes>, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let config = config.to_owned();

@@ -21,7 +21,6 @@ use cotenant_speech::audio::{MonoAudio, parse_wav};
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Timestamp};
 
-/// One thing that was promised.
 #[derive(Clone, Debug)]
 pub(super) struct Check {
     promise: &'static str,
@@ -30,7 +29,7 @@ pub(super) struct Check {
 }
 
 impl Check {
-    /// Whether `promise` was kept, and the figures that show it.
+    /// Creates a check: whether `promise` was kept, and the figures that show it.
     pub(super) const fn new(promise: &'static str, kept: bool, figures: String) -> Self {
         Self {
             promise,
@@ -40,7 +39,6 @@ impl Check {
     }
 }
 
-/// Everything to be reported.
 #[derive(Debug)]
 pub(super) struct Report {
     total: Bytes,
@@ -49,7 +47,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// An empty report on a session with this much memory.
+    /// Creates an empty report for a session with this much memory.
     pub(super) fn new(total: Bytes) -> Self {
         Self {
             total,
@@ -58,12 +56,11 @@ impl Report {
         }
     }
 
-    /// Adds a check.
     pub(super) fn check(&mut self, check: Check) {
         self.checks.push(check);
     }
 
-    /// Marks this moment in the chart.
+    /// Adds a mark to the chart at the present time.
     pub(super) fn mark(&mut self, began: Instant, kind: MarkKind, label: &str) {
         self.marks.push(ChartMark {
             at: Timestamp::START + began.elapsed(),
@@ -72,12 +69,11 @@ impl Report {
         });
     }
 
-    /// Whether every promise was kept.
     pub(super) fn passed(&self) -> bool {
         self.checks.iter().all(|check| check.kept)
     }
 
-    /// The checks, a line each, and the verdict.
+    /// Returns the checks, a line each, and the verdict.
     pub(super) fn verdict(&self) -> String {
         let mut text = String::new();
         for check in &self.checks {
@@ -94,7 +90,7 @@ impl Report {
         text
     }
 
-    /// The checks and the verdict for programs.
+    /// Returns checks and verdict for programs.
     pub(super) fn json(&self, written: &[PathBuf]) -> Value {
         let checks: Vec<Value> = self
             .checks
@@ -104,7 +100,7 @@ impl Report {
         json!({ "ok": self.passed(), "checks": checks, "written": written })
     }
 
-    /// Memory by owner over time, to be drawn.
+    /// Returns the chart of memory by owner over time.
     pub(super) fn chart(&self, looks: &[Look]) -> Chart {
         let end = looks.last().map(|look| look.at).unwrap_or_default();
         Chart {
@@ -131,7 +127,7 @@ impl Report {
         }
     }
 
-    /// Writes chart, events and log into `folder`; returns the written files.
+    /// Writes chart, events and log to `folder`; returns the written files.
     pub(super) fn write(
         &self,
         folder: &Path,
@@ -173,16 +169,16 @@ pub(super) fn write_conversation(folder: &Path, parts: &[&[u8]]) -> Result<PathB
     Ok(path)
 }
 
-/// Memory as `cotenant plan` predicted it and as the kernel counts it, by owner.
+/// Memory by owner, as predicted by `cotenant plan` and as counted by the kernel.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
     owners: BTreeMap<String, [Bytes; 2]>,
-    /// Of the LLM, which no token has touched yet.
+    /// KV memory of the LLM not yet touched.
     untouched: Bytes,
 }
 
 impl Sizes {
-    /// The prediction of `plan`, and the last look at each owner that it names.
+    /// Takes the prediction of `plan`, and the last look at each owner in it.
     pub(super) fn of(looks: &[Look], planned: BTreeMap<String, Bytes>) -> Self {
         let last = looks.last();
         let measured = |owner: &str| {
@@ -199,13 +195,13 @@ impl Sizes {
         }
     }
 
-    /// No holder takes more than planned, and the LLM takes what was planned for it.
+    /// Checks that no holder uses more than planned, and that the LLM uses what was planned for it.
     pub(super) fn check(&self) -> Check {
         let within = |[planned, measured]: [Bytes; 2]| {
             measured <= planned.saturating_add(planned.per_mille(50))
         };
         let [planned, measured] = self.owners.get("llm").copied().unwrap_or_default();
-        // A part of the file's pages and of the workspace may not have been touched yet.
+        // Some pages of the file and of the workspace may not have been touched yet.
         let near = measured.saturating_add(self.untouched) >= planned.per_mille(800);
         Check::new(
             "memory is as `plan` said",
@@ -240,7 +236,7 @@ pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
     nix::unistd::access(folder, nix::unistd::AccessFlags::W_OK).map_err(io::Error::from)
 }
 
-/// Real and missing features of this host in the demonstration.
+/// Lists real and missing features of this host in the demonstration.
 pub(super) fn what_is_real() -> Vec<String> {
     let capabilities = Capabilities::probe(&ProbeRoot::default());
     let mut lines = vec![
@@ -255,8 +251,8 @@ pub(super) fn what_is_real() -> Vec<String> {
     lines
 }
 
-/// Shed memory is back with the system: by the kernel's figures in the engine's report of each plan, and in those of
-/// the daemon's whole process.
+/// Checks that shed memory was returned to the system: by the kernel's figures in the engine's report of each plan, and
+/// in those of the daemon's process.
 pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Bytes>) -> Check {
     let freed: u64 = lines
         .iter()
@@ -270,7 +266,7 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
             .unwrap_or_default()
             .saturating_sub(after.unwrap_or_default()),
     );
-    // A tenth of the largest single release, or 1 MiB, may be hidden by growth of the daemon's other parts.
+    // Growth of other parts of the daemon may hide a tenth of the largest release, or 1 MiB.
     let hidden = freed.per_mille(100).max(Bytes::from_mib(1));
     let kept = freed > Bytes::ZERO && fell.saturating_add(hidden) >= freed;
     Check::new(
@@ -280,7 +276,6 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
     )
 }
 
-/// Leases never exceed the budget.
 pub(super) fn within_budget(looks: &[Look]) -> Check {
     let most = looks.iter().map(|look| look.held).max().unwrap_or_default();
     let budget = looks.last().map(|look| look.budget).unwrap_or_default();
@@ -292,8 +287,8 @@ pub(super) fn within_budget(looks: &[Look]) -> Check {
     )
 }
 
-/// The supervisor killed or stopped nothing, except at this program's request, nor did the kernel. An idle server that
-/// was restarted because it had grown is counted separately.
+/// Checks that neither the supervisor, except at this program's request, nor the kernel killed or stopped anything.
+/// Restarts of an idle server that had grown are counted separately.
 pub(super) fn no_kills(
     lines: &[Line],
     status: &GetStatusResponse,
@@ -329,7 +324,6 @@ pub(super) fn no_kills(
     )
 }
 
-/// The daemon is still there.
 pub(super) fn daemon_lives(lives: bool) -> Check {
     Check::new(
         "the daemon lived through it",

@@ -20,15 +20,15 @@ use cotenant_units::lock::locked;
 /// Results of the conversation.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// Stories that were finished.
+    /// Number of completed stories.
     pub stories: u64,
-    /// Tokens of all of them.
+    /// Their tokens.
     pub tokens: u64,
-    /// Stories that were not the first one word for word.
+    /// Number of stories that differ from the first one.
     pub different: u64,
     /// Stories that broke off or were refused.
     pub failures: Vec<String>,
-    /// The first answer, by prompt.
+    /// First answer to each prompt.
     reported: BTreeMap<usize, String>,
 }
 
@@ -41,7 +41,7 @@ pub enum Phase {
     Answer,
 }
 
-/// The LLM talking.
+/// Task that keeps the LLM generating.
 pub struct Talk {
     outcome: Arc<Mutex<Outcome>>,
     enough: Arc<AtomicBool>,
@@ -50,22 +50,22 @@ pub struct Talk {
     task: tokio::task::JoinHandle<()>,
 }
 
-/// Times of the last pieces, one token each with the vocabulary of the demo model.
+/// Times of the last pieces, which are one token each with the demo model's vocabulary.
 type Pieces = Arc<Mutex<VecDeque<Instant>>>;
 
-/// The current phase, and its beginning.
+/// Current phase, and its start.
 type Phases = Arc<Mutex<Option<(Phase, Instant)>>>;
 
-/// Pieces older than this are not part of the present rate.
+/// Age beyond which pieces do not count for the present rate.
 const RATE_WINDOW: Duration = Duration::from_millis(1500);
 
 impl Talk {
-    /// Asks for the same thing again and again until it is stopped.
+    /// Repeats a request until stopped.
     pub fn start(client: LlmServiceClient<Channel>, prompt: &str, began: Instant) -> Self {
         Self::start_with(client, vec![prompt.to_owned()], TOKENS, began)
     }
 
-    /// Asks for one thing after the other, again and again, in answers of so many tokens at most.
+    /// Repeats requests for answers of at most this many tokens until stopped.
     pub fn start_with(
         client: LlmServiceClient<Channel>,
         prompts: Vec<String>,
@@ -98,12 +98,12 @@ impl Talk {
         }
     }
 
-    /// The LLM's phase in the current request, and its beginning.
+    /// Returns the LLM's phase in the current request, and its start.
     pub fn phase(&self) -> Option<(Phase, Instant)> {
         *locked(&self.phase)
     }
 
-    /// Waits until so many stories are finished.
+    /// Waits until this many stories are completed.
     pub async fn stories(&self, count: u64, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         while Instant::now() < end {
@@ -115,26 +115,26 @@ impl Talk {
         false
     }
 
-    /// Tokens per second of late.
+    /// Returns the recent rate in tokens per second.
     pub fn rate(&self) -> f64 {
         let pieces = locked(&self.pieces);
         let recent = pieces
             .iter()
             .filter(|at| at.elapsed() < RATE_WINDOW)
             .count();
-        // At the beginning there is less to look back on.
+        // Initially, the window is shorter.
         let span = pieces
             .front()
             .map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
         u32::try_from(recent).map_or(0.0, f64::from) / span.as_secs_f64().max(f64::EPSILON)
     }
 
-    /// How it stands.
+    /// Returns the results so far.
     pub fn outcome(&self) -> Outcome {
         locked(&self.outcome).clone()
     }
 
-    /// Lets the story under way end, and stops.
+    /// Stops after the current story.
     pub async fn stop(self) -> Outcome {
         self.enough.store(true, Ordering::Relaxed);
         let _ = self.task.await;
@@ -142,10 +142,10 @@ impl Talk {
     }
 }
 
-/// Tokens of a story (our choice: some seconds of talking).
+/// Tokens of a story (our choice: some seconds of generation).
 const TOKENS: u32 = 256;
 
-/// Prompts, and the counters of their answers.
+/// Prompts, and counters of their answers.
 struct Words {
     prompts: Vec<String>,
     tokens: u32,

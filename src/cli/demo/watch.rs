@@ -16,38 +16,37 @@ use cotenant_rpc::v1::{
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 
-/// Time between two looks at the status.
+/// Interval between two looks at the status.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// One observation of memory by owner.
+/// Observation of memory by owner.
 #[derive(Clone, Debug)]
 pub struct Look {
-    /// Since the beginning of the demonstration.
+    /// Time since the start of the demonstration.
     pub at: Timestamp,
     /// Measured use by owner.
     pub owners: BTreeMap<String, Bytes>,
-    /// KV capacity of the LLM that no token has touched, which the kernel does not count yet.
+    /// KV capacity of the LLM not yet touched, which the kernel does not count.
     pub untouched: Bytes,
-    /// Sum of all leases, and their budget.
+    /// Sum of all leases.
     pub held: Bytes,
     /// The budget.
     pub budget: Bytes,
 }
 
-/// A line of the journal.
+/// Journal line.
 #[derive(Clone, Debug)]
 pub struct Line {
-    /// Since the beginning of the demonstration.
+    /// Time since the start of the demonstration.
     pub at: Timestamp,
     /// Name of the event or action.
     pub name: String,
-    /// In words.
+    /// Its sentence.
     pub summary: String,
     /// The body.
     pub body: serde_json::Value,
 }
 
-/// Everything seen so far.
 #[derive(Debug, Default)]
 struct Seen {
     looks: Vec<Look>,
@@ -56,7 +55,7 @@ struct Seen {
     failures: Vec<String>,
 }
 
-/// An observer that runs until it is dropped.
+/// Observer that runs until dropped.
 #[derive(Debug)]
 pub struct Watch {
     seen: Arc<Mutex<Seen>>,
@@ -72,8 +71,8 @@ impl Drop for Watch {
 }
 
 impl Watch {
-    /// Starts observing. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` provides
-    /// the neighbour's process while there is one.
+    /// Starts observing. `daemon` is its process, `began` the start of the demonstration, and `neighbour` returns the
+    /// neighbour's process while there is one.
     pub fn start(
         client: OperatorServiceClient<Channel>,
         daemon: u32,
@@ -95,27 +94,27 @@ impl Watch {
         }
     }
 
-    /// The last status.
+    /// Returns the last status.
     pub fn status(&self) -> Option<GetStatusResponse> {
         self.with(|seen| seen.status.clone())
     }
 
-    /// All looks.
+    /// Returns all looks.
     pub fn looks(&self) -> Vec<Look> {
         self.with(|seen| seen.looks.clone())
     }
 
-    /// All lines.
+    /// Returns all lines.
     pub fn lines(&self) -> Vec<Line> {
         self.with(|seen| seen.lines.clone())
     }
 
-    /// Calls that failed.
+    /// Returns failed calls.
     pub fn failures(&self) -> Vec<String> {
         self.with(|seen| seen.failures.clone())
     }
 
-    /// Waits until the status is as wanted; `false` when it is not within `limit`.
+    /// Waits until the status is as wanted; `false` if that takes longer than `limit`.
     pub async fn until(
         &self,
         limit: Duration,
@@ -144,7 +143,7 @@ async fn look(
     seen: Arc<Mutex<Seen>>,
 ) {
     let mut ticks = tokio::time::interval(LOOK);
-    // If an observation takes long, there are fewer, not closer ones.
+    // If a look takes long, later ones are not made up for.
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut supervisor = None;
     loop {
@@ -176,8 +175,8 @@ async fn look(
     }
 }
 
-/// Memory of the engine by its own mappings; `None` while it loads or changes, when its last figure no longer matches
-/// the process. Changes meanwhile are the engine's: the supervisor's own memory changes little.
+/// Returns the engine's memory by its own mappings; `None` while it loads or changes, when its last figure no longer
+/// matches the process. Changes meanwhile are the engine's: the supervisor's own memory changes little.
 fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
     let engine = status.engine.as_ref()?;
     match engine.state() {
@@ -192,8 +191,8 @@ fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
     Some(Bytes::new(lease.used_bytes?))
 }
 
-/// Memory by owner: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor by the
-/// rest of the daemon's process.
+/// Returns memory by owner: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor
+/// by the rest of the daemon's process.
 fn owners(
     status: &GetStatusResponse,
     engine: Bytes,
@@ -227,14 +226,14 @@ fn owners(
     }
 }
 
-/// Proportional set size of a process, from the kernel.
+/// Returns the proportional set size of a process, from the kernel.
 pub fn pss(pid: u32) -> Option<Bytes> {
     let proc = cotenant_probe::ProbeRoot::default().proc;
     let memory = cotenant_probe::processes::ProcessMemory::read(&proc, pid).ok()??;
     Some(memory.pss)
 }
 
-/// Waits until the kernel counts `wanted` for a process; `false` when it does not within `limit`.
+/// Waits until the kernel counts `wanted` for a process; `false` if that takes longer than `limit`.
 pub async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
     let end = Instant::now() + limit;
     while Instant::now() < end {
@@ -278,7 +277,7 @@ fn line_of(entry: JournalEntry, at: Timestamp) -> Line {
     }
 }
 
-/// Waits for the daemon to answer on its socket.
+/// Connects to the daemon's socket once it answers.
 pub async fn connect(socket: &Path, limit: Duration) -> Result<Channel, String> {
     let end = Instant::now() + limit;
     let endpoint = tonic::transport::Endpoint::try_from(format!("unix://{}", socket.display()))

@@ -1,6 +1,6 @@
 //! `cotenant calibrate`: measured speeds of this machine, for `plan`.
 //!
-//! The engine measures itself as it does after a load. Rounds are repeated, and their difference is the stated error.
+//! The engine measures itself as after a load. Rounds are repeated, and their spread is the stated error.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -48,31 +48,31 @@ pub struct CalibrateArgs {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Coefficients {
-    /// The middle of the rounds.
+    /// Median of the rounds.
     pub calibration: Calibration,
-    /// The disk that the model was on.
+    /// Disk of the model.
     pub disk: DiskRates,
-    /// How far rounds of computing were apart, in percent, at least 10.
+    /// Spread of the computing rounds, in percent, at least 10.
     pub error_percent: u64,
-    /// Setting of the measurement.
+    /// Conditions of the measurement.
     pub setting: Setting,
     /// Cost of each part of the model; absent in older files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<LayerCosts>,
 }
 
-/// Cost of the parts of one model within a token of an answer. Valid for that model only; others have the mean.
+/// Cost of the parts of one model per token of an answer. Valid only for that model; for others the mean applies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct LayerCosts {
-    /// How far rounds were apart for the layer in which they were farthest, in percent.
+    /// Largest spread of a layer's rounds, in percent.
     pub error_percent: u64,
-    /// Bytes of each part, and ns for each MiB of them.
+    /// Bytes of each part, and ns per MiB.
     pub parts: Vec<(u64, u64)>,
 }
 
 impl LayerCosts {
-    /// The middle of rounds, part by part; `None` without a round.
+    /// Returns the median of rounds, part by part; `None` without a round.
     pub(crate) fn of(rounds: &[Vec<PartTime>]) -> Option<Self> {
         let first = rounds.first()?;
         let mut error_percent = 0;
@@ -100,7 +100,7 @@ impl LayerCosts {
         })
     }
 
-    /// Whether they belong to this model, and are known better than their mean.
+    /// Returns whether the costs belong to this model, and are more exact than their mean.
     pub(crate) fn are_of(&self, shape: &ModelShape) -> bool {
         self.error_percent <= LAYERS_ERROR_MAX
             && self.parts.len() == shape.layers.len()
@@ -111,7 +111,7 @@ impl LayerCosts {
                 .all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
     }
 
-    /// Cost of a part for each MiB, in thousandths of the mean.
+    /// Returns the cost of a part per MiB, in thousandths of the mean.
     pub(crate) fn cost(&self, part: u32) -> u64 {
         let (mut bytes, mut time) = (0u128, 0u128);
         for (size, ns) in &self.parts {
@@ -125,27 +125,27 @@ impl LayerCosts {
         u64::try_from(u128::from(ns) * 1000 * bytes / time.max(1)).unwrap_or(u64::MAX)
     }
 
-    /// The slowest and the fastest part, MiB per second.
+    /// Returns the rates of the slowest and the fastest part, MiB per second.
     fn range(&self) -> (u64, u64) {
         let rates = || self.parts.iter().map(|(_, ns)| 1_000_000_000 / ns.max(&1));
         (rates().min().unwrap_or(0), rates().max().unwrap_or(0))
     }
 }
 
-/// Scope of a measurement of computing.
+/// Conditions of a computing measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Setting {
-    /// The processor, with its count of cores.
+    /// Processor, with the number of cores.
     pub processor: String,
-    /// Threads that compute.
+    /// Number of compute threads.
     pub threads: usize,
     /// Types of most of the weights: `Q4_K, Q6_K`.
     pub weights: String,
 }
 
 impl Setting {
-    /// The scope of this machine with a model.
+    /// Returns the conditions on this machine for a model.
     pub(crate) fn here(inspected: &Inspected, threads: usize) -> Self {
         let most = inspected.tensors.iter().max_by_key(|group| group.bytes);
         Self {
@@ -157,7 +157,7 @@ impl Setting {
 }
 
 impl Coefficients {
-    /// The coefficients kept in `path`; `None` when there are none.
+    /// Reads the coefficients in `path`; `None` without a file.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
         let cannot = |error: std::io::Error| {
             let hint = (error.kind() == ErrorKind::PermissionDenied).then(|| {
@@ -189,7 +189,7 @@ impl Coefficients {
         })
     }
 
-    /// A warning if the rounds differed by more than the error assumed without a measurement.
+    /// Returns a warning if the rounds differed by more than the error assumed without a measurement.
     pub(crate) fn doubt(&self) -> Option<String> {
         (self.error_percent > UNMEASURED_PERCENT).then(|| {
             format!(
@@ -199,7 +199,7 @@ impl Coefficients {
         })
     }
 
-    /// Coefficients from rounds of the engine and the reading of a disk; `None` without a round.
+    /// Computes coefficients from rounds of the engine and a reading of the disk; `None` without a round.
     pub(crate) fn of(
         mut rounds: Vec<Calibration>,
         disk: DiskRates,
@@ -207,7 +207,7 @@ impl Coefficients {
     ) -> Option<Self> {
         rounds.sort_by_key(|round| round.compute_ns_per_mib);
         let middle = rounds.get(rounds.len() / 2).copied()?;
-        // The disk that a long answer meets.
+        // Disk rates during a long answer.
         let reading = middle
             .read_ns_per_mib
             .max(1_000_000_000 / disk.sustained_mib_per_s.max(1));
@@ -221,7 +221,7 @@ impl Coefficients {
     }
 }
 
-/// The file that coefficients go to: opened before the measurement, and in its place whole or not at all.
+/// Destination of coefficients: opened before the measurement, and replaced atomically.
 struct Kept<'a> {
     path: &'a Path,
     written: PathBuf,
@@ -233,7 +233,7 @@ impl<'a> Kept<'a> {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(".new");
         let written = path.with_file_name(name);
-        // Root may measure into a folder of another user, who must not choose another file by a link.
+        // When root writes to a folder of another user, that user must not redirect the write by a link.
         let no_links = OFlag::O_NOFOLLOW.bits();
         let opened = OpenOptions::new()
             .write(true)
@@ -267,13 +267,12 @@ impl<'a> Kept<'a> {
 }
 
 impl Drop for Kept<'_> {
-    /// Removes an unfinished file; a finished one has another name by now.
+    /// Removes an unfinished file; a finished one has been renamed.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.written);
     }
 }
 
-/// Measures, keeps and prints the coefficients.
 pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError> {
     let cannot = |act: &str| format!("cannot {act} `{}`", args.model.display());
     let threads = args.threads.map_or_else(threads_here, usize::from);
@@ -352,12 +351,12 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     }
 }
 
-/// As the engine chooses without a setting: one for each physical core.
+/// Returns the engine's default: one thread per physical core.
 pub(super) fn threads_here() -> usize {
     usable_cores(&ProbeRoot::default())
 }
 
-/// How far rounds of computing are apart, in percent of the quickest.
+/// Returns the spread of computing rounds, in percent of the fastest.
 fn spread(rounds: &[Calibration]) -> u64 {
     let of = |rounds: &[Calibration], least: bool| {
         let times = rounds.iter().map(|round| round.compute_ns_per_mib);
@@ -369,15 +368,15 @@ fn spread(rounds: &[Calibration]) -> u64 {
     (most - least).saturating_mul(100) / least
 }
 
-/// The file that `plan` reads.
+/// Default file of coefficients, also for `plan`.
 pub(super) const DEFAULT_FILE: &str = "/var/lib/cotenant/calibration.json";
 /// Error assumed without a measurement: half to one and a half of the stated value.
 pub(super) const UNMEASURED_PERCENT: u64 = 50;
-/// Rounds of about a second.
+/// Number of rounds, of about a second each.
 const ROUNDS: u32 = 5;
-/// Layers whose rounds are farther apart, on a busy machine or in a tiny model, are planned by their mean (our choice).
+/// Spread above which layers are planned by their mean, as on a busy machine or with a tiny model (our choice).
 const LAYERS_ERROR_MAX: u64 = 50;
-/// Smaller errors are not believed: a board gets warm.
+/// Lower bound of the error: a board warms up.
 const ERROR_MIN: u64 = 10;
 const READING_TIME: Duration = Duration::from_secs(8);
 const FILE_MAX: u64 = 64 << 10;
@@ -425,7 +424,7 @@ mod tests {
             error.hint().unwrap_or_default(),
             "measure again with `cotenant calibrate MODEL`"
         );
-        // Only a missing file is absent; a folder in its place is a fault.
+        // Only a missing file counts as absent; a folder in its place is a fault.
         let error = Coefficients::read(Path::new("/")).unwrap_err();
         assert_eq!(error.code(), exit::FAILED);
     }

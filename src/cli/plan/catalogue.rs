@@ -1,6 +1,6 @@
 //! `cotenant catalogue`: common models by board, with the context that fits.
 //!
-//! Shapes are those of the published configurations; everything else is computed as in `plan`.
+//! Shapes come from published configurations; everything else is computed as in `plan`.
 
 use serde_json::{Value, json};
 
@@ -104,7 +104,6 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
     }
 }
 
-/// A type of weights by name.
 pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
     TypeMix::named(&text.to_ascii_lowercase()).ok_or_else(|| {
         "not a type of weights; known are q4_k_m, iq4_xs, iq4_nl, mxfp4, q4_0, q5_k, q6_k, q8_0, f16 \
@@ -113,7 +112,7 @@ pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
     })
 }
 
-/// Shapes by their published configurations.
+/// Returns the shapes according to published configurations.
 fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
     let llama = Synthetic::llama_3_2_1b(types, 0);
     let qwen3 = Synthetic::qwen3_0_6b(types, 0);
@@ -212,7 +211,7 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
     ]
 }
 
-/// As on a board with eight cores.
+/// Half the cores of a board with eight.
 const THREADS: usize = 4;
 
 #[cfg(test)]
@@ -238,8 +237,7 @@ mod tests {
         }
     }
 
-    /// Published for this model at four bits on an Orin NX 16 GB: 6113 MB beside TensorRT, context and buffers
-    /// included.
+    /// Published for this model at four bits on an Orin NX 16 GB: 6113 MB with TensorRT, including context and buffers.
     #[test]
     fn qwen3_5_4b_takes_half_of_what_was_published_for_another_engine() {
         let device = Device::named("orin-nx-16g").unwrap();

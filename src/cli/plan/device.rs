@@ -13,7 +13,7 @@ use cotenant_policy::speed::Calibration;
 use cotenant_probe::{ProbeRoot, Sampler};
 use cotenant_units::Bytes;
 
-/// A device, as far as a plan needs it.
+/// Properties of a device for a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Device {
@@ -21,7 +21,7 @@ pub(crate) struct Device {
     pub name: String,
     /// `MemTotal`.
     pub memory: Bytes,
-    /// The part of it in the area for contiguous allocations, which serves cameras and displays first.
+    /// Part of it in the CMA, which serves cameras and displays first.
     pub cma: Bytes,
     /// Speeds of its memory and disk.
     pub rates: Rates,
@@ -31,30 +31,30 @@ pub(crate) struct Device {
     /// Cost of the parts of the measured model.
     #[serde(skip)]
     pub layers: Option<LayerCosts>,
-    /// Setting of the measurement.
+    /// Conditions of the measurement.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_with: Option<Setting>,
-    /// Why the error is larger than that of the measurement.
+    /// Reasons why the error exceeds that of the measurement.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub doubts: Vec<String>,
 }
 
-/// Rates of a device, and how well they are known.
+/// Rates of a device, and their accuracy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Rates {
-    /// Weights that are computed on for a token of an answer, MiB per second.
+    /// Rate of computing on weights for a token of an answer, MiB per second.
     pub memory_mib_per_s: u64,
-    /// Weights that are read from the disk, MiB per second, sustained.
+    /// Sustained rate of reading weights from the disk, MiB per second.
     pub disk_mib_per_s: u64,
-    /// The slowest and the fastest that it reads 95 % of the time.
+    /// Bounds of the disk rate for 95 % of the time.
     pub disk_interval_mib_per_s: [u64; 2],
-    /// How far computing may be off, in percent.
+    /// Error of computing, in percent.
     pub error_percent: u64,
 }
 
 impl Rates {
-    /// Rates of which nothing but the error is known.
+    /// Returns rates with a known error only.
     fn within(memory_mib_per_s: u64, disk_mib_per_s: u64, error_percent: u64) -> Self {
         let part = |percent: u64| (disk_mib_per_s.saturating_mul(percent) / 100).max(1);
         Self {
@@ -68,20 +68,19 @@ impl Rates {
         }
     }
 
-    /// The same, as the policy reckons.
+    /// Converts the rates to policy's form.
     pub(crate) fn speed(self) -> Calibration {
         let ns_per_mib = |mib_per_s: u64| 1_000_000_000 / mib_per_s.max(1);
         let (compute, field) = (ns_per_mib(self.memory_mib_per_s), Calibration::FIELD);
         Calibration {
             compute_ns_per_mib: compute,
-            // A prompt is bound by computing; the ratio is that of the figures of the field.
+            // A prompt is bound by computing; the ratio is that of the field data.
             prefill_ns_per_mib: compute * field.prefill_ns_per_mib / field.compute_ns_per_mib,
             ..field.with_reading(ns_per_mib(self.disk_mib_per_s))
         }
     }
 }
 
-/// A board that is known by name.
 struct Board {
     name: &'static str,
     memory_mib: u64,
@@ -90,9 +89,9 @@ struct Board {
     disk_mib_per_s: u64,
 }
 
-/// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of
-/// a Jetson, and for the Pi the equivalent of measured answers of a model of 1 GiB. Disk: our assumption for sustained
-/// large reads of NVMe.
+/// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for CPU kernels on a
+/// Jetson; for the Pi the equivalent of measured answers of a 1 GiB model. Disk: our assumption for sustained large
+/// reads of NVMe.
 const BOARDS: [Board; 5] = [
     Board {
         name: "orin-nx-16g",
@@ -131,7 +130,6 @@ const BOARDS: [Board; 5] = [
     },
 ];
 
-/// A device file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceFile {
@@ -154,7 +152,6 @@ const fn unmeasured() -> u64 {
 }
 
 impl Device {
-    /// The boards that are known by name.
     pub(crate) fn boards() -> impl Iterator<Item = Self> {
         BOARDS.iter().map(|board| Self {
             name: board.name.to_owned(),
@@ -172,7 +169,7 @@ impl Device {
         })
     }
 
-    /// The board with this name, or the device described by the file with this name.
+    /// Returns the board with this name, or the device described by a file with this path.
     pub(crate) fn named(name: &str) -> Result<Self, CliError> {
         if let Some(board) = Self::boards().find(|board| board.name == name) {
             return Ok(board);
@@ -224,7 +221,7 @@ impl Device {
         })
     }
 
-    /// This machine, with the coefficients that were kept in this file.
+    /// Returns this machine, with the coefficients in this file.
     pub(crate) fn here(kept: &Path) -> Result<Self, CliError> {
         let kept = Coefficients::read(kept)?;
         let root = ProbeRoot::default();
@@ -252,7 +249,7 @@ impl Device {
         })
     }
 
-    /// Widens the error for differences between the measured setting and the planned one.
+    /// Widens the error for differences between the measured conditions and the planned ones.
     pub(crate) fn compare(&mut self, runs_with: impl FnOnce() -> Setting) {
         let Some(measured) = &self.measured_with else {
             return;
@@ -298,7 +295,7 @@ impl Device {
 
 impl Coefficients {
     pub(crate) fn rates(&self) -> Rates {
-        // The speed of a disk over some seconds is trusted to the least error at best.
+        // A disk rate measured for some seconds is trusted to the minimum error at best.
         let part = |mib_per_s: u64, percent: u64| (mib_per_s.saturating_mul(percent) / 100).max(1);
         let slow = part(self.disk.slow_mib_per_s, 100 - ERROR_LEAST);
         let fast = part(self.disk.fast_mib_per_s, 100 + ERROR_LEAST);
@@ -311,16 +308,14 @@ impl Coefficients {
     }
 }
 
-/// Other types of weights and other counts of threads differ by up to this, MiB for MiB, on the processors that we have
-/// measured.
+/// Additional error for other weight types or thread counts, per MiB, on the processors that we have measured.
 const OTHER_PERCENT: u64 = 25;
-/// For the disk, as for computing: the least error that is trusted.
+/// Minimum error of the disk rate, as for computing.
 const ERROR_LEAST: u64 = 10;
-/// Beyond it an interval has no lower end.
+/// Beyond it, an interval has no lower end.
 const ERROR_MAX: u64 = 99;
-/// Longer files are cut, and are no device files.
 const DEVICE_FILE_MAX: u64 = 64 << 10;
-/// Below this there is no budget.
+/// Below this, no budget remains.
 const MEMORY_MIN: Bytes = Bytes::from_mib(192);
 
 #[cfg(test)]

@@ -23,27 +23,27 @@ use cotenant_engine::{
 use cotenant_units::Bytes;
 use cotenant_units::lock::locked;
 
-/// Rates of reading, MiB per second.
+/// Read rates, MiB per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct DiskRates {
-    /// In the first second: as long as a disk's own cache lasts.
+    /// In the first second, which a disk's own cache may serve.
     pub burst_mib_per_s: u64,
-    /// In the last half.
+    /// In the second half.
     pub sustained_mib_per_s: u64,
-    /// The 2.5 percentile of windows of 100 ms after the first second.
+    /// 2.5th percentile of 100 ms windows after the first second.
     pub slow_mib_per_s: u64,
-    /// Their 97.5 percentile.
+    /// 97.5th percentile of these windows.
     pub fast_mib_per_s: u64,
 }
 
-/// When so many bytes had been read, from the beginning.
+/// Elapsed time, and bytes read until then.
 pub(crate) type Mark = (Duration, u64);
 
 impl DiskRates {
-    /// Reads the file past the page cache for `limit`, repeatedly if it is short, as the engine reads streamed parts:
-    /// with as many threads, into huge pages, for which a disk takes larger requests than for small ones. `progress` is
-    /// called now and then with the elapsed time.
+    /// Reads the file past the page cache for `limit`, repeatedly if it is short, like streamed parts: with as many
+    /// threads, into huge pages, which permit larger disk requests than small ones. `progress` is called repeatedly
+    /// with the elapsed time.
     pub(crate) fn measure(
         path: &Path,
         limit: Duration,
@@ -106,13 +106,13 @@ impl DiskRates {
             });
             ended.collect::<io::Result<Vec<()>>>()
         })?;
-        // Data read here was not cached before, and does not stay cached.
+        // Data read here was not cached before, and must not stay cached.
         drop_cache()?;
         let (marks, _) = marks.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(marks)
     }
 
-    /// The rates of a reading.
+    /// Computes rates from a reading.
     pub(crate) fn of(marks: &[Mark]) -> Self {
         let (first, last) = (
             marks.first().copied().unwrap_or_default(),
@@ -141,7 +141,7 @@ impl DiskRates {
     }
 }
 
-/// Rates of the windows after the first second, or of all where it was over before.
+/// Returns the rates of windows after the first second, or of all if it lasted less.
 fn windows(marks: &[Mark]) -> Vec<u64> {
     let settled = marks
         .iter()
@@ -170,7 +170,7 @@ fn rate(from: Mark, to: Mark) -> u64 {
 }
 
 const BURST_TIME: Duration = Duration::from_secs(1);
-/// About a token of a model that is mostly streamed, at the speeds of NVMe.
+/// Window length: about one token of a mostly streamed model at NVMe speed.
 const WINDOW: Duration = Duration::from_millis(100);
 const PIECE: Bytes = Bytes::from_mib(8);
 const LOOK: Duration = Duration::from_millis(20);

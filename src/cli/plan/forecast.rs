@@ -1,4 +1,4 @@
-//! Arithmetic of a plan: fitting parts, context, speed.
+//! Arithmetic of a plan: resident parts, context, speed.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,6 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// The planned stack.
 pub(crate) struct Stack {
     /// The settings.
     pub params: Params,
@@ -25,7 +24,7 @@ pub(crate) struct Stack {
 }
 
 impl Stack {
-    /// An LLM alone, with the defaults.
+    /// Returns a stack of only an LLM, with defaults.
     pub(crate) fn alone(memory: Bytes, reserve: Bytes, engine: EngineParams) -> Self {
         let params = Params::for_budget(memory, reserve, cotenant_policy::params::Scope::Machine);
         Self {
@@ -41,7 +40,6 @@ impl Stack {
         self.params.engine.clone().unwrap_or_default()
     }
 
-    /// Sum of the peaks of all workers.
     pub(crate) fn worker_peaks(&self) -> Bytes {
         let peaks = self.params.workers.iter().map(|worker| {
             let learned = &self.params.peaks;
@@ -57,18 +55,18 @@ impl Stack {
 pub(crate) struct Forecast {
     /// Memory of the LLM with everything resident.
     pub llm: Pieces,
-    /// The least that the LLM runs with.
+    /// Floor of the LLM.
     pub floor: Bytes,
-    /// The LLM's limit while pressure is Normal: the budget without the workers' peaks, the watermark and its
+    /// Limit of the LLM while pressure is Normal: the budget minus the workers' peaks, the watermark and its
     /// hysteresis.
     pub room: Bytes,
-    /// Start, peak and sheds, as the arbiter decides them.
+    /// Start, peak and sheds, decided by the arbiter.
     pub rehearsal: Rehearsal,
-    /// Whether it works.
+    /// Whether the stack works.
     pub verdict: Verdict,
-    /// The longest context with all layers resident; zero when they do not fit.
+    /// Longest context with all layers resident; zero if they do not fit.
     pub context_resident: Tokens,
-    /// The longest context with all layers streamed.
+    /// Longest context with all layers streamed.
     pub context_streamed: Tokens,
     /// Forecast of each mode.
     pub modes: Vec<ModeForecast>,
@@ -80,15 +78,15 @@ pub(crate) struct Forecast {
 pub(crate) struct Pieces {
     /// Layers and output head.
     pub layers: Bytes,
-    /// Norms, tokenizer, the header.
+    /// Norms, tokenizer, header.
     pub fixed: Bytes,
-    /// KV cache at the wanted context.
+    /// KV cache for the configured context.
     pub kv: Bytes,
     /// Recurrent state.
     pub state: Bytes,
     /// Activations of a prefill chunk, and logits.
     pub workspace: Bytes,
-    /// All of it.
+    /// Total.
     pub total: Bytes,
     /// Tokens of the KV cache.
     pub context: Tokens,
@@ -96,7 +94,6 @@ pub(crate) struct Pieces {
     pub kv_type: KvType,
 }
 
-/// Forecast of one mode.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct ModeForecast {
@@ -106,9 +103,9 @@ pub(crate) struct ModeForecast {
     pub resident_layers: u32,
     /// KV capacity.
     pub context: Tokens,
-    /// Memory.
+    /// Memory of the LLM.
     pub bytes: Bytes,
-    /// Tokens of an answer per second, in thousandths: least, expected, most.
+    /// Answer tokens per second, in thousandths: minimum, expected, maximum.
     pub milli_tokens_per_s: [u64; 3],
 }
 
@@ -118,21 +115,20 @@ pub(crate) struct ModeForecast {
 pub(crate) enum Verdict {
     /// Everything is resident and pressure is Normal.
     Fits,
-    /// The LLM runs with less than everything.
+    /// The LLM runs with reduced memory.
     Reduced,
-    /// Something never starts.
+    /// Some holder can never start.
     Impossible,
 }
 
 impl Verdict {
-    /// Whether everything starts.
+    /// Returns whether everything starts.
     pub(crate) const fn works(self) -> bool {
         !matches!(self, Self::Impossible)
     }
 }
 
 impl Forecast {
-    /// Computes it.
     pub(crate) fn new(
         device: &Device,
         stack: &Stack,
@@ -218,7 +214,7 @@ impl Pieces {
     }
 }
 
-/// The longest context of the model with which `plan` fits into `room`, in whole blocks.
+/// Returns the longest context of the model with which `plan` fits into `room`, in whole blocks.
 fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     let block = shape.kv.block_tokens.get().max(1);
     let fits = |blocks: u32| {
@@ -240,8 +236,8 @@ fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     Tokens::new(least.saturating_mul(block))
 }
 
-/// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most. The ends combine
-/// the disk's interval with the error of computing.
+/// Returns answer tokens per second with these parts resident, in thousandths: minimum, expected, maximum. The ends
+/// combine the disk's interval with the error of computing.
 pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64; 3] {
     let Device {
         rates, calibration, ..
@@ -285,13 +281,13 @@ mod tests {
     use cotenant_engine::PartTime;
     use cotenant_policy::speed::Calibration;
 
-    /// A machine whose engine and disk are numbers: 40 parts of 10 MiB, 10 ms of computing for a token.
+    /// Simulated machine: 40 parts of 10 MiB, 10 ms of computing per token.
     struct Machine {
         compute_ns_per_mib: u64,
-        /// MiB per second of the disk, each for so long; repeated.
+        /// Disk rates in MiB per second with durations; repeated.
         disk: Vec<(u64, Duration)>,
         now: Duration,
-        /// Time of each part for a MiB, in percent of that.
+        /// Time of each part per MiB, in percent of the mean.
         costs: fn(u64) -> u64,
     }
 
@@ -305,7 +301,7 @@ mod tests {
             }
         }
 
-        /// When `mib` are read that are begun at `at`.
+        /// Returns when a read of `mib` started at `at` ends.
         fn read_by(&self, mut at: Duration, mib: u64) -> Duration {
             let round: Duration = self.disk.iter().map(|phase| phase.1).sum();
             let mut left = mib * MIB;
@@ -318,7 +314,7 @@ mod tests {
                     within
                 });
                 let (rate, _) = *phase.unwrap();
-                // A step of a millisecond, in which the rate is taken as constant.
+                // The rate is constant within a step of a millisecond.
                 let bytes = rate * MIB / 1000;
                 if bytes >= left {
                     return at + Duration::from_nanos(1_000_000 * left / bytes.max(1));
@@ -328,8 +324,8 @@ mod tests {
             }
         }
 
-        /// One token: a reader that is ahead by at most the ring, and kernels that wait for it. Computed piece by
-        /// piece, by the instants at which each is read and computed, independently of the prediction.
+        /// Simulates one token: a reader at most a ring ahead, and kernels that wait for it. Computed piece by piece
+        /// from the times of reading and computing, independently of the prediction.
         fn token(
             &mut self,
             resident: &BTreeSet<u32>,
@@ -359,7 +355,7 @@ mod tests {
             self.now - began
         }
 
-        /// Tokens per second, in thousandths, over so many tokens, each for itself.
+        /// Returns tokens per second, in thousandths, of each of these tokens.
         fn answer(&mut self, resident: &BTreeSet<u32>, tokens: usize) -> Vec<u64> {
             let mut jobs = Vec::new();
             let times = (0..tokens + 2)
@@ -372,7 +368,7 @@ mod tests {
             rates.collect()
         }
 
-        /// Device calibrated by `cotenant calibrate`.
+        /// Returns the device as calibrated by `cotenant calibrate`.
         fn calibrated(&mut self) -> Device {
             let mut marks: Vec<Mark> = vec![(Duration::ZERO, 0)];
             let began = self.now;
@@ -384,7 +380,7 @@ mod tests {
                 marks.push((self.now - began, piece * 4 * MIB));
             }
             let disk = DiskRates::of(&marks);
-            // Rounds that differ by some percent, as those of a machine do.
+            // Rounds that differ by some percent, like those of a real machine.
             let round = |percent: u64| Calibration {
                 compute_ns_per_mib: self.compute_ns_per_mib * percent / 100,
                 read_ns_per_mib: 1_000_000_000 / disk.sustained_mib_per_s,
@@ -398,7 +394,7 @@ mod tests {
                 threads: 1,
                 weights: String::new(),
             };
-            // Layer by layer, as a round measures it.
+            // Layer by layer, as measured in a round.
             let part_of = |part: u64, percent: u64| PartTime {
                 bytes: Bytes::from_mib(10),
                 ns_per_mib: self.compute_ns_per_mib * (self.costs)(part) / 100 * percent / 100,
@@ -428,7 +424,7 @@ mod tests {
 
     const PIECE_MIB: u64 = 2;
 
-    /// So many of 40 parts in memory, spread through the depth.
+    /// Selects this many of 40 parts, spread over the depth.
     fn spread(parts: u32) -> BTreeSet<u32> {
         let mut order: Vec<u32> = (0..40).collect();
         order.sort_by_key(|part| part.reverse_bits());
@@ -459,7 +455,7 @@ mod tests {
 
     #[test]
     fn layers_that_differ_are_planned_within_a_tenth_which_their_mean_is_not() {
-        // The first half takes 1.6 of the mean, the second 0.4, and the disk is in between.
+        // The first half takes 1.6 times the mean, the second 0.4 times, and the disk is in between.
         let costs = |part| if part < 20 { 160 } else { 40 };
         let mut off = Vec::new();
         for rate in [40_000, 45_000] {
@@ -484,7 +480,7 @@ mod tests {
             }
         }
         assert!(off.iter().any(|percent| *percent > 10), "{off:?}");
-        // Of another model nothing but the mean is known.
+        // For another model, only the mean is known.
         let device = machine(vec![(40_000, Duration::from_secs(1))], costs).calibrated();
         let other = ModelShape {
             layers: Machine::shape().layers.into_iter().skip(1).collect(),
@@ -504,7 +500,7 @@ mod tests {
     #[test]
     fn the_interval_on_a_disk_that_wanders_holds_95_percent_of_the_time() {
         let mut random = ChaCha8Rng::seed_from_u64(19);
-        // Two rates, and five, by chance and each for some tenths of a second.
+        // Two random rates, or five, each for some tenths of a second.
         let mut by_chance = |rates: &[u64]| -> Vec<(u64, Duration)> {
             let phase = |_| {
                 let rate = rates[random.random_range(0..rates.len())];
@@ -525,7 +521,7 @@ mod tests {
                 let resident = spread(parts);
                 let [least, expected, most] = speeds(&Machine::shape(), &resident, &device);
                 let measured = machine.answer(&resident, 400);
-                // Of the time, and not of the tokens: slow ones last longer.
+                // Weighted by time rather than tokens: slow ones take longer.
                 let lasting = |rates: &mut dyn Iterator<Item = &u64>| {
                     rates.map(|rate| 1_000_000_000 / rate).sum::<u64>()
                 };

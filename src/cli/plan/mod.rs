@@ -1,8 +1,7 @@
 //! `cotenant plan`: memory and speed of a model and a stack on a device, before any download.
 //!
 //! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
-//! starts and sheds from the arbiter itself ([`rehearsal`]), so that the prediction is the
-//! decision.
+//! starts and sheds from the arbiter itself ([`rehearsal`]), so that predictions equal later decisions.
 
 pub(super) mod calibrate;
 pub(super) mod catalogue;
@@ -85,7 +84,7 @@ pub struct PlanArgs {
     svg: Option<PathBuf>,
 }
 
-/// Prints the plan; exit code 78 when the stack cannot work on the device.
+/// Prints the plan; exit code 78 if the stack cannot work on the device.
 pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError> {
     let mut device = match &args.device {
         Some(name) => Device::named(name)?,
@@ -138,8 +137,8 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     }))
 }
 
-/// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them
-/// streamed. `None` if neither memory nor kept coefficients can be read.
+/// Returns answer tokens per second on this machine, in thousandths: with all layers resident, and with all streamed.
+/// `None` if neither memory nor stored coefficients can be read.
 pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64; 2]> {
     let mut device = Device::here(Path::new(calibrate::DEFAULT_FILE)).ok()?;
     device.compare(|| Setting::here(inspected, threads));
@@ -203,7 +202,7 @@ fn inspect(
     Engine::foresee(model, vocabulary.as_ref(), threads).map_err(|error| refused(&error))
 }
 
-/// Parameters of the policy from arguments and configuration.
+/// Returns the parameters of policy from arguments and configuration.
 fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<Stack, CliError> {
     let mut params = match config {
         Some(config) => config
@@ -266,7 +265,7 @@ fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<St
     })
 }
 
-/// A worker and its peak: `asr=1GiB`, or with its size at rest: `asr=1GiB:700MiB`.
+/// Parses a worker and its peak: `asr=1GiB`, or with its size at rest: `asr=1GiB:700MiB`.
 fn worker(text: &str) -> Result<WorkerParams, String> {
     let (name, sizes) = text
         .split_once('=')
@@ -274,7 +273,7 @@ fn worker(text: &str) -> Result<WorkerParams, String> {
         .ok_or_else(|| "not a worker and its peak; write `asr=1GiB`".to_owned())?;
     let (peak, steady) = match sizes.split_once(':') {
         Some((peak, steady)) => (quantity::size(peak)?, quantity::size(steady)?),
-        // The inverse of the configuration's default: the peak is 1.25 times the size at rest.
+        // Inverse of the configuration's default: the peak is 1.25 times the size at rest.
         None => {
             let peak = quantity::size(sizes)?;
             (peak, peak.per_mille(800))

@@ -1,14 +1,14 @@
-//! Inputs that cannot be planned with, as errors of the command.
+//! Unusable inputs of a plan, as errors of the command.
 
 use crate::exit::{self, CliError};
 use cotenant_engine::LoadError;
 
-/// The faults of a configuration in one line.
+/// Faults of a configuration on one line.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct ConfigCause(pub(super) String);
 
-/// A model that cannot be planned with.
+/// Returns the error for an unusable model.
 pub(super) fn refused(error: &LoadError) -> CliError {
     CliError::Failed {
         act: error.to_string(),

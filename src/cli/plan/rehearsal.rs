@@ -1,7 +1,7 @@
 //! Rehearsal of a stack: its start and two shortages, decided by the arbiter.
 //!
-//! Nothing here decides. The arbiter of the daemon receives the events that a machine would send if every holder used
-//! its grant and every action succeeded at once, so a prediction is the later decision.
+//! All decisions come from the daemon's arbiter. It receives the events of a machine on which every holder uses its
+//! grant and every action succeeds at once, so predictions equal later decisions.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -21,44 +21,41 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// The course of a stack on a machine of this size.
+/// Course of a stack on a machine of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Rehearsal {
-    /// The holders in the order in which they were started.
+    /// Holders in the order of their starts.
     pub(crate) starts: Vec<Start>,
     pub(crate) peak: Bytes,
     pub(crate) held: Bytes,
-    /// Remaining budget then.
+    /// Budget remaining after the starts.
     pub(crate) headroom: Bytes,
     pub(crate) level: PressureLevel,
-    /// The plan of the engine then; `None` when it was not loaded.
+    /// Plan of the engine after the starts; `None` if it was not loaded.
     pub(crate) plan: Option<EnginePlan>,
-    /// Holders that never had the memory to start.
+    /// Holders that could not start for lack of memory.
     pub(crate) waiting: Vec<String>,
-    /// Reclaims when other programs take memory, the milder shortage first.
+    /// Reclaims when other programs take memory, milder shortage first.
     pub(crate) shortages: Vec<Shortage>,
 }
 
-/// The start of one holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Start {
     pub(crate) holder: String,
-    /// Sum of all leases from then on.
+    /// Sum of all leases after it.
     pub(crate) held: Bytes,
 }
 
-/// A shortage, and its cost.
+/// Shortage and its cost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shortage {
-    /// The level that it reaches.
     pub(crate) level: PressureLevel,
-    /// Memory that other programs took.
+    /// Memory taken by other programs.
     pub(crate) taken_by_others: Bytes,
     /// Reclaims, in order.
     pub(crate) reclaimed: Vec<Reclaimed>,
 }
 
-/// One thing that is reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reclaimed {
     /// Holder and means.
@@ -71,7 +68,7 @@ pub(crate) struct Reclaimed {
 ///
 /// # Errors
 ///
-/// When the parameters cannot work.
+/// If the parameters cannot work.
 pub(crate) fn rehearse(
     params: &Params,
     shape: Option<&ModelShape>,
@@ -118,15 +115,14 @@ pub(crate) fn rehearse(
     Ok(rehearsal)
 }
 
-/// The arbiter, and a machine on which every action succeeds at once.
+/// Arbiter, and a machine on which every action succeeds at once.
 struct Stage {
     arbiter: Arbiter,
     params: Params,
     shape: Option<ModelShape>,
     now: Timestamp,
-    /// Memory of each holder.
     used: BTreeMap<String, Bytes>,
-    /// Workers whose start is over.
+    /// Workers that have completed their start.
     settled: BTreeSet<String>,
     others: Bytes,
     events: VecDeque<Event>,
@@ -137,7 +133,7 @@ struct Stage {
 
 impl Stage {
     fn new(mut params: Params, shape: Option<ModelShape>) -> Result<Self, ParamsError> {
-        // A loading time of the real machine would only delay the workers here.
+        // The loading time of a real machine would only delay the workers here.
         params.pressure.sample_age_max = START_TIME.saturating_mul(4);
         let arbiter = Arbiter::new(params.clone())?;
         let mut events = VecDeque::new();
@@ -161,7 +157,6 @@ impl Stage {
         })
     }
 
-    /// Lets so much time pass.
     fn run(&mut self, time: Duration) {
         let end = self.now + time;
         while self.now < end {
@@ -179,7 +174,7 @@ impl Stage {
         }
     }
 
-    /// Lets others take memory until the headroom is `target`, and returns the resulting reclaims.
+    /// Takes memory until the headroom is `target`, and returns the resulting reclaims.
     fn shortage(&mut self, level: PressureLevel, target: Bytes) -> Shortage {
         let headroom = self
             .arbiter
@@ -232,7 +227,7 @@ impl Stage {
         });
     }
 
-    /// Feeds the arbiter the outcomes of its actions, until there are no more.
+    /// Feeds the arbiter the outcomes of its actions until there are none left.
     fn settle(&mut self) {
         for _ in 0..EVENTS_MAX {
             let Some(event) = self.events.pop_front() else {
@@ -357,14 +352,13 @@ impl Stage {
     }
 }
 
-/// Longer than workers wait for an engine that does not load, by default, and than the dwell before it grows.
+/// Longer than the default wait of workers for an engine that does not load, and than the dwell before it grows.
 const START_TIME: Duration = Duration::from_secs(135);
 /// Longer than the grace of Elevated, shorter than the dwell.
 const SHORTAGE_TIME: Duration = Duration::from_secs(15);
-/// Time between two samples.
 const TICK: Duration = Duration::from_secs(1);
-/// Our choice: a plan of some GiB is read for longer, one that gives memory back takes less.
+/// Our choice: reading a plan of several GiB takes longer, releasing memory less.
 const APPLYING: Duration = Duration::from_millis(20);
-/// Events that one tick may lead to.
+/// Limit on events caused by one tick.
 const EVENTS_MAX: usize = 10_000;
 const FIRST_PID: u32 = 1000;

@@ -14,7 +14,6 @@ use cotenant_engine::{protocol::Inspected, tensor_group::TensorGroup};
 use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Tokens};
 
-/// The plan for people.
 pub(super) fn print(
     device: &Device,
     stack: &Stack,
@@ -178,7 +177,6 @@ pub(super) fn print(
     text
 }
 
-/// The plan for programs.
 pub(super) fn json(
     device: &Device,
     stack: &Stack,
@@ -217,7 +215,7 @@ pub(super) fn json(
     })
 }
 
-/// Purposes of the reserve. A part larger than the rest of it ends the list.
+/// Returns the purposes of the reserve. A part larger than the remaining reserve ends the list.
 fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static str); 4] {
     let daemon = DAEMON.min(reserve);
     let cma = device.cma.min(reserve.saturating_sub(daemon));
@@ -238,7 +236,7 @@ fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static 
     ]
 }
 
-/// Memory of the daemon without a model, by `a_daemon_without_a_model_is_small`.
+/// Memory of the daemon without a model, from `a_daemon_without_a_model_is_small`.
 const DAEMON: Bytes = Bytes::from_mib(12);
 
 fn headroom(stack: &Stack) -> String {
@@ -298,7 +296,7 @@ fn interval(device: &Device) -> String {
     )
 }
 
-/// In one sentence.
+/// Returns the verdict in one sentence.
 pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
     let budget = stack.params.budget.bytes();
     let peak = forecast.rehearsal.peak;

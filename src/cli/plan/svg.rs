@@ -8,7 +8,7 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// The bar as an SVG document: the reserve, each holder, free memory, and the watermarks.
+/// Renders the bar as an SVG document: the reserve, each holder, free memory, and the watermarks.
 pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String {
     let budget = &stack.params.budget;
     let llm = &forecast.llm;

@@ -45,7 +45,7 @@ pub(super) async fn run(global: &Global, top: &Top) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let mut screen = Screen::new(look(global, &mut client).await?);
     screen.palette = Palette::of_environment();
-    // Restores the terminal also when the program panics.
+    // Also restores the terminal if the program panics.
     let mut terminal = ratatui::try_init()?;
     let ended = follow(global, top, &mut client, &mut screen, &mut terminal).await;
     ratatui::restore();
@@ -69,7 +69,7 @@ async fn follow(
                 }
                 silent_since = None;
                 screen.status = status;
-                // Events are of interest as long as there are some; a failure shows with the next look.
+                // Errors are ignored: the next look reports them.
                 let _ = read_events(global, client, screen).await;
             }
             Err(_) => {
@@ -87,7 +87,7 @@ async fn follow(
     }
 }
 
-/// Waits for a key or the time of the next look; whether it is to end.
+/// Waits for a key or the time of the next look; returns whether to end.
 fn quits(interval: Duration) -> io::Result<bool> {
     let until = Instant::now() + interval;
     loop {
@@ -117,7 +117,7 @@ async fn look(
         .await
 }
 
-/// Adds the events since the last look; at first the last events.
+/// Adds the events since the last look; at first, the last events.
 async fn read_events(
     global: &Global,
     client: &mut OperatorServiceClient<Channel>,
@@ -144,9 +144,9 @@ async fn read_events(
     Ok(())
 }
 
-/// Shorter ones would show nothing more, and cost the device (our choice).
+/// Shortest interval: a shorter one would show no more, but cost the device (our choice).
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
-/// Longer ones would look like a hang.
+/// Longest interval: a longer one would look like a hang.
 const INTERVAL_MAX: Duration = Duration::from_secs(60);
-/// Lines of the journal that are read at once; most are readings, which are not shown.
+/// Journal lines read at once; most are readings, which are not shown.
 const EVENTS_READ: u64 = 500;

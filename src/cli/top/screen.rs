@@ -18,20 +18,19 @@ use cotenant_rpc::{
 };
 use cotenant_units::Bytes;
 
-/// All that is shown.
 #[derive(Debug)]
 pub(super) struct Screen {
     /// The last status.
     pub status: GetStatusResponse,
-    /// The last events, the newest last.
+    /// Last events, newest last.
     pub events: VecDeque<JournalEntry>,
-    /// How long the supervisor has not answered.
+    /// Time for which the supervisor has not answered.
     pub silent_for: Option<Duration>,
-    /// How owners are distinguished.
+    /// Palette of the bars.
     pub palette: Palette,
 }
 
-/// How bars distinguish owners.
+/// Distinction of owners in bars.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Palette {
     /// By colours.
@@ -41,7 +40,7 @@ pub(super) enum Palette {
 }
 
 impl Palette {
-    /// As <https://no-color.org> has it: any value but the empty one turns colours off.
+    /// Follows <https://no-color.org>: any non-empty value disables colours.
     pub(super) fn of_environment() -> Self {
         match std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
             true => Self::Letters,
@@ -50,7 +49,6 @@ impl Palette {
     }
 }
 
-/// One part of a bar.
 struct Part {
     name: String,
     amount: u64,
@@ -68,12 +66,12 @@ impl Screen {
         }
     }
 
-    /// Whether a status is of another run of the supervisor than the shown one.
+    /// Returns whether a status belongs to another run of the supervisor than the one shown.
     pub(super) fn is_another_run(&self, status: &GetStatusResponse) -> bool {
         self.status.boot_id != status.boot_id
     }
 
-    /// Adds an event, and drops the oldest beyond the size of any terminal.
+    /// Adds an event, and drops the oldest beyond the height of any terminal.
     pub(super) fn add(&mut self, entry: JournalEntry) {
         let repeats = self
             .events
@@ -88,7 +86,7 @@ impl Screen {
         }
     }
 
-    /// The lines, of at most `width` columns and `height` rows.
+    /// Renders lines of at most `width` columns and `height` rows.
     pub(super) fn text(&self, width: u16, height: u16) -> Text<'static> {
         let columns = usize::from(width);
         let mut lines = self.head(columns);
@@ -104,7 +102,7 @@ impl Screen {
             lines.extend(self.engine(engine, columns));
             if !engine.sequences.is_empty() {
                 lines.push(Line::default());
-                // More than these leave no row for the rest.
+                // More would leave no rows for the rest.
                 let shown = engine.sequences.len().min(SEQUENCES_SHOWN);
                 lines.extend(plain(&show::sequences_table(
                     engine.sequences.get(..shown).unwrap_or_default(),
@@ -350,7 +348,7 @@ impl Screen {
         lines
     }
 
-    /// A bar between its label and its text, or below them where that leaves little.
+    /// Places a bar between its label and its text, or below them if too little space remains.
     fn labelled(
         &self,
         label: &str,
@@ -372,7 +370,7 @@ impl Screen {
         vec![Line::from(spans)]
     }
 
-    /// A bar over `columns`; every part that is not zero has at least one cell, as long as there are enough.
+    /// Renders a bar over `columns`; every non-zero part has at least one cell, if there are enough.
     fn bar(&self, parts: &[Part], columns: usize) -> Line<'static> {
         let widths = widths(
             &parts.iter().map(|part| part.amount).collect::<Vec<_>>(),
@@ -405,7 +403,7 @@ impl Screen {
     }
 }
 
-/// Memory of each owner, in the order of the leases.
+/// Returns the memory of each owner, in the order of leases.
 fn owners(leases: &[Lease]) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     for lease in leases {
@@ -431,8 +429,8 @@ fn owners(leases: &[Lease]) -> Vec<Part> {
     parts
 }
 
-/// Shares of `columns` in proportion to `amounts`: they add up to it unless all are zero, and none that is not zero
-/// vanishes while there are columns for all of them.
+/// Divides `columns` in proportion to `amounts`: the shares add up to `columns` unless all are zero, and no non-zero
+/// share vanishes if there are columns for all.
 fn widths(amounts: &[u64], columns: usize) -> Vec<usize> {
     let total: u128 = amounts.iter().map(|amount| u128::from(*amount)).sum();
     if total == 0 {
@@ -448,7 +446,7 @@ fn widths(amounts: &[u64], columns: usize) -> Vec<usize> {
                 .max(least(*amount))
         })
         .collect();
-    // Rounding and the least of one cell are settled with the widest part.
+    // Differences by rounding and by the minimum of one cell are absorbed by the widest part.
     let sum: usize = widths.iter().sum();
     if let Some(widest) = widths.iter_mut().max() {
         *widest = (*widest + columns).saturating_sub(sum);
@@ -460,7 +458,7 @@ fn bytes(bytes: u64) -> String {
     Bytes::new(bytes).to_string()
 }
 
-/// The text, broken between words; words that are longer than a line are cut later.
+/// Breaks text between words; words longer than a line are cut later.
 fn wrapped(text: &str, columns: usize) -> Vec<Line<'static>> {
     let text = escaped(text);
     let (mut lines, mut line) = (Vec::new(), String::new());
@@ -484,7 +482,7 @@ fn plain(table: &str) -> Vec<Line<'static>> {
         .collect()
 }
 
-/// The line cut to so many columns, with an ellipsis where something is missing.
+/// Cuts a line to `columns`, with an ellipsis if text is omitted.
 fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     if line.width() <= columns {
         return line;
@@ -513,7 +511,7 @@ fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     Line::from(spans)
 }
 
-/// The nearest to the hues of the page and of `plot`: the first for the LLM, the others by name.
+/// Terminal colours nearest to the hues of the page and of `plot`: the first for the LLM, the others by name.
 const OWNER_COLOURS: [Color; 6] = [
     Color::Blue,
     Color::Yellow,
@@ -525,9 +523,9 @@ const OWNER_COLOURS: [Color; 6] = [
 
 /// Columns of a bar beside text.
 const BAR_MAX: usize = 60;
-/// Narrower bars show nothing.
+/// Minimum columns of a useful bar.
 const BAR_MIN: usize = 8;
-/// Sequences that are listed (our choice).
+/// Sequences listed (our choice).
 const SEQUENCES_SHOWN: usize = 6;
 /// More rows than any terminal has.
 const EVENTS_KEPT: usize = 300;

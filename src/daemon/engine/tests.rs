@@ -67,11 +67,11 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
     };
     driver.load(1, plan.clone(), None);
     assert!(reason(&mut inbox).await.contains("as planted"));
-    // The next engine answers, and requests of the APIs reach it.
+    // The next engine answers, and API requests reach it.
     driver.load(2, plan.clone(), None);
     assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
     assert_eq!(current.handle().snapshot().phase, EnginePhase::Empty);
-    // A load that failed leaves an engine that can try again.
+    // After a failed load, the engine can retry.
     driver.load(3, plan, None);
     assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
     assert_eq!(opened.load(Ordering::Relaxed), 3);
@@ -162,7 +162,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
         }
         other => panic!("{other:?}"),
     }
-    // As the arbiter has it done.
+    // As requested by the arbiter.
     driver.inspect();
     let event = inbox.recv().await.unwrap().event;
     let Event::EngineInspected { shape } = event else {
@@ -179,7 +179,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     driver.stop(Duration::from_secs(10)).await;
 }
 
-/// A model with a fixed outcome of its calibration; `None` leaves nothing resident.
+/// Model with a fixed calibration result; `None` leaves nothing resident.
 struct Measured(Model, Option<Calibration>);
 
 impl LanguageModel for Measured {
@@ -250,7 +250,7 @@ fn measured(
     })
 }
 
-/// The engine and the arbiter, without the loop between them.
+/// Engine and arbiter without the loop.
 struct Pair {
     driver: EngineDriver,
     arbiter: Arbiter,
@@ -259,7 +259,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// Sends the arbiter an event, and performs its actions on the engine.
+    /// Passes an event to the arbiter, and performs its actions on the engine.
     fn tell(&mut self, event: Event) {
         for action in self.arbiter.handle(self.now, event) {
             match action {
@@ -270,12 +270,12 @@ impl Pair {
         }
     }
 
-    /// A sample of a machine with room, on which only the engine uses memory.
+    /// Samples a machine with ample memory on which only the engine uses some.
     fn sample(&mut self, used: Bytes) {
         self.tell(Event::Sampled(sample_with(used, self.now)));
     }
 
-    /// The plan that the engine reports in force, and its memory.
+    /// Waits for the engine to report a plan; returns it with its memory.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
         let Event::EngineApplied(EngineApplied {
@@ -296,7 +296,7 @@ impl Pair {
     }
 }
 
-/// A model whose layers are larger than the ring that streams them.
+/// Creates a model whose layers are larger than the ring that streams them.
 fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
@@ -334,7 +334,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_aske
     pair.tell(Event::EngineInspected { shape });
     let (loaded, with_all) = pair.applied().await;
     assert!(!loaded.resident.is_empty());
-    // Measuring is part of the load, and so is its outcome.
+    // Measuring is part of the load, and so is its result.
     let (receded, used) = pair.applied().await;
     let fewer = EnginePlan {
         resident: BTreeSet::new(),
@@ -347,7 +347,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_aske
         snapshot.memory.used, used,
         "the arbiter knows what the engine has"
     );
-    // Growth rests on a sample that is newer than the change.
+    // Growth requires a sample newer than the change.
     pair.now = pair.now + Duration::from_millis(1);
     pair.sample(used);
     let snapshot = pair.arbiter.snapshot();
@@ -395,7 +395,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         let limits = PlanLimits::new(params.engine.as_ref().unwrap(), Tokens::ZERO);
         let full = shape.plan_bytes(&shape.full_plan(&limits));
         let less = shape.layers.last().unwrap().resident_bytes;
-        // The use of others leaves the engine all but a part of it.
+        // Other users leave the engine less than its whole memory.
         let shed_below = params.pressure.elevated_below + params.pressure.hysteresis;
         let free = full.saturating_sub(less) + shed_below;
         let mut pair = Pair {

@@ -5,13 +5,12 @@ use std::collections::{BTreeMap, VecDeque};
 use cotenant_http::backend::{ChatMessage, Role};
 use cotenant_units::Bytes;
 
-/// The conversations that are remembered.
 #[derive(Debug)]
 pub(super) struct Conversations {
     limit: usize,
     bytes_max: Bytes,
     known: BTreeMap<String, Conversation>,
-    /// Rises with each use.
+    /// Incremented at each use.
     clock: u64,
 }
 
@@ -21,11 +20,11 @@ struct Conversation {
     used: u64,
 }
 
-/// The last turns of one conversation, oldest first.
+/// Last turns of one conversation, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Turns(VecDeque<Turn>);
 
-/// One question with its answer.
+/// Question with its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Turn {
     asked: String,
@@ -39,12 +38,12 @@ impl Turn {
 }
 
 impl Turns {
-    /// Drops the oldest turn; `false` when there is none.
+    /// Drops the oldest turn; `false` if there is none.
     pub(super) fn forget_oldest(&mut self) -> bool {
         self.0.pop_front().is_some()
     }
 
-    /// As messages for the LLM.
+    /// Returns the turns as messages for the LLM.
     pub(super) fn messages(&self) -> impl Iterator<Item = ChatMessage> + '_ {
         self.0.iter().flat_map(|turn| {
             [(Role::User, &turn.asked), (Role::Assistant, &turn.answered)]
@@ -60,7 +59,7 @@ impl Turns {
 }
 
 impl Conversations {
-    /// None yet; at most `limit` of them, and `bytes_max` of each.
+    /// Creates an empty history of at most `limit` conversations of at most `bytes_max` each.
     pub(super) const fn new(limit: usize, bytes_max: Bytes) -> Self {
         Self {
             limit,
@@ -70,7 +69,7 @@ impl Conversations {
         }
     }
 
-    /// The turns of a conversation so far.
+    /// Returns the turns of a conversation so far.
     pub(super) fn recall(&mut self, id: &str) -> Turns {
         self.clock += 1;
         let clock = self.clock;
@@ -80,8 +79,8 @@ impl Conversations {
         })
     }
 
-    /// Adds a turn. The oldest turns of the conversation go when it grows too long, and the conversation that was not
-    /// used for longest when there are too many.
+    /// Adds a turn. Drops the oldest turns of a conversation that grows too long, and the least recently used
+    /// conversation if there are too many.
     pub(super) fn remember(&mut self, id: &str, asked: String, answered: String) {
         if self.limit == 0 || id.len() > ID_MAX {
             return;
@@ -100,7 +99,7 @@ impl Conversations {
     }
 }
 
-/// Longest name of a conversation that is remembered; Home Assistant's are ULIDs of 26 characters.
+/// Longest name of a remembered conversation; Home Assistant's are ULIDs of 26 characters.
 const ID_MAX: usize = 128;
 
 #[cfg(test)]

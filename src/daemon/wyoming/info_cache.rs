@@ -1,7 +1,7 @@
-//! Cache of the service description that `describe` returns.
+//! Cache of the service description returned for `describe`.
 //!
-//! Each worker is asked when it becomes ready, and its description is kept, also in a file, so that `describe` waits
-//! neither for a worker nor for the engine, also after a restart.
+//! Each worker is asked when it becomes ready. Its description is kept in memory and in a file, so that `describe`
+//! waits neither for a worker nor for the engine, even after a restart.
 
 use std::{
     collections::BTreeMap,
@@ -26,38 +26,35 @@ use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 use cotenant_worker::handle::WorkerHandle;
 
-/// The answer to `describe`, kept up to date.
+/// Answer to `describe`, kept up to date.
 pub(super) struct InfoCache {
     shown: Mutex<Arc<Info>>,
     parts: Parts,
     path: Option<PathBuf>,
 }
 
-/// Workers and LLM that the API offers.
+/// Workers and LLM offered by the API.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Parts {
-    /// Name of the recogniser's worker.
     pub(super) asr: Option<String>,
-    /// Name of the voice's worker.
     pub(super) tts: Option<String>,
-    /// Name of the LLM.
     pub(super) llm: Option<String>,
-    /// Declared languages of the LLM, and of a worker that has never been asked.
+    /// Declared languages of the LLM, and of a worker that was never asked.
     pub(super) languages: Vec<String>,
 }
 
-/// Descriptions of workers, by their names.
+/// Descriptions of workers by name.
 type Known = BTreeMap<String, Info>;
 
 impl InfoCache {
-    /// A cache that begins with the contents of the file at `path`.
+    /// Creates a cache with the contents of the file at `path`.
     pub(super) fn open(parts: Parts, path: Option<PathBuf>) -> (Arc<Self>, Known) {
         let known = path.as_deref().map(read).unwrap_or_default();
         let shown = Mutex::new(Arc::new(parts.compose(&known)));
         (Arc::new(Self { shown, parts, path }), known)
     }
 
-    /// The current description.
+    /// Returns the current description.
     pub(super) fn info(&self) -> Arc<Info> {
         Arc::clone(&locked(&self.shown))
     }
@@ -136,7 +133,7 @@ impl InfoCache {
 }
 
 impl Parts {
-    /// The whole description, from the known parts.
+    /// Combines the known descriptions.
     fn compose(&self, known: &Known) -> Info {
         let said = |worker: &Option<String>| worker.as_ref().and_then(|name| known.get(name));
         let asr = match (&self.asr, said(&self.asr)) {
@@ -164,12 +161,12 @@ impl Parts {
             supports_home_control: false,
         });
         Info {
-            // Partial transcripts are as the worker declares them: they are passed on.
+            // Partial transcripts are passed on, so the worker's declaration applies.
             asr,
             tts: tts
                 .into_iter()
                 .map(|program| TtsProgram {
-                    // The pipeline cuts a text into sentences, whatever the worker can.
+                    // The pipeline splits text into sentences, regardless of the worker.
                     supports_synthesize_streaming: true,
                     ..program
                 })
@@ -201,7 +198,7 @@ fn installed(name: &str, what: &str) -> Artifact {
     }
 }
 
-/// The descriptions in the file; none if it cannot be read, since the workers are asked again.
+/// Reads the descriptions in the file; none if it cannot be read, since the workers are asked again.
 fn read(path: &Path) -> Known {
     let read = || -> io::Result<Known> {
         if fs::metadata(path)?.len() > FILE_MAX {
@@ -219,10 +216,10 @@ fn read(path: &Path) -> Known {
     }
 }
 
-/// Pause after a worker that did not describe itself.
+/// Pause after a worker failed to describe itself.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
-/// Longest file that is read: an `info` is bounded by 1 MiB, and there are two.
+/// Limit on the file: an `info` is bounded by 1 MiB, and there are two.
 const FILE_MAX: u64 = 4 << 20;
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use cotenant_speech::{
 };
 use cotenant_worker::handle::WorkerHandle;
 
-/// Addresses that are taken and not served yet.
+/// Bound listeners that are not served yet.
 #[derive(Default)]
 pub(crate) struct Bound(Vec<Server>);
 
@@ -72,7 +72,7 @@ impl Bound {
         Ok(Self(servers))
     }
 
-    /// Addresses of the listeners, for people.
+    /// Returns the addresses of the listeners for display.
     pub(crate) fn addresses(&self) -> String {
         let known = self.0.iter().filter_map(|server| server.endpoint().ok());
         let words: Vec<String> = known.map(|endpoint| endpoint.to_string()).collect();
@@ -136,5 +136,5 @@ impl Service for Api {
     }
 }
 
-/// Descriptions of workers, in the folder of files that outlive a restart.
+/// File of the workers' descriptions, in the state directory.
 pub(super) const INFO_FILE: &str = "wyoming.json";

@@ -9,8 +9,8 @@
 //! run-pipeline{asr … tts}, audio…       ─► transcript, handled…, audio…            see `pipeline`
 //! ```
 //!
-//! A connection runs one task at a time. In a pipeline a new utterance ends the answer to the previous one (barge-in):
-//! generation stops, its KV is freed, and unwritten audio is dropped.
+//! A connection runs one task at a time. In a pipeline, a new utterance ends the answer to the previous one (barge-in):
+//! generation stops, its KV is freed, and unsent audio is dropped.
 
 mod conversations;
 mod info_cache;

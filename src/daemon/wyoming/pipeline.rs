@@ -52,16 +52,13 @@ use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Tokens;
 use cotenant_units::lock::locked;
 
-/// The requested stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {
-    /// The first one.
     pub(super) from: FirstStage,
-    /// The last one.
     pub(super) to: LastStage,
 }
 
-/// The first stage, which determines the client's input.
+/// First stage, which determines the client's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FirstStage {
     /// As `audio-start`, `audio-chunk`, `audio-stop`.
@@ -72,7 +69,7 @@ pub(super) enum FirstStage {
     Words,
 }
 
-/// The last stage, which determines the client's output.
+/// Last stage, which determines the client's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum LastStage {
     /// The transcript.
@@ -84,7 +81,7 @@ pub(super) enum LastStage {
 }
 
 impl Pipeline {
-    /// The requested pipeline; `None` when its stages are unknown or out of order.
+    /// Returns the requested pipeline; `None` if its stages are unknown or out of order.
     pub(super) fn parse(wanted: &RunPipeline) -> Option<Self> {
         let from = match wanted.start_stage.as_str() {
             "asr" => FirstStage::Audio,
@@ -107,65 +104,58 @@ impl Pipeline {
     }
 }
 
-/// Input of a pipeline.
 pub(super) enum Input {
     /// An utterance.
     Audio {
-        /// 16 kHz.
+        /// Samples at 16 kHz.
         audio: MonoAudio,
-        /// The memory that it takes.
+        /// Permit for its memory.
         held: Option<OwnedSemaphorePermit>,
-        /// In which language.
+        /// Its language, if known.
         language: Option<String>,
     },
     /// Text input.
     Text {
-        /// The text.
         text: String,
-        /// With the name of its conversation.
+        /// Context with the name of its conversation.
         context: Map<String, Value>,
     },
-    /// A text to be spoken.
+    /// Text to be spoken.
     Words {
-        /// The text.
         text: String,
-        /// The voice that speaks.
+        /// Requested voice.
         voice: VoiceChoice,
     },
-    /// The same in pieces.
+    /// Text to be spoken, in pieces.
     Pieces {
-        /// The pieces.
         written: mpsc::Receiver<String>,
-        /// The voice that speaks.
         voice: VoiceChoice,
     },
 }
 
-/// The requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct VoiceChoice {
-    /// Name of the voice; the worker's own choice without one.
+    /// Name of the voice; `None` for the worker's default.
     pub(super) voice: Option<String>,
-    /// A speaker of a multi-speaker voice.
+    /// Speaker of a multi-speaker voice.
     pub(super) speaker: Option<String>,
 }
 
-/// One run of a pipeline.
 pub(super) struct Run {
     api: Api,
     reply: Reply,
     unwanted: CancellationToken,
     asked: Asked,
     span: Span,
-    /// Counts all stages as one answer; `None` in a drain, which refuses them.
+    /// Counts all stages as one answer; `None` during a drain, which refuses them.
     answer: Option<RunningAnswer>,
 }
 
-/// Why a run ends early.
+/// Reason why a run ends early.
 enum Failure {
-    /// Reported to the client, and the connection closed.
+    /// Reported to the client, whose connection is then closed.
     Refused(Refusal),
-    /// The client has gone.
+    /// The client is gone.
     Session(SessionError),
 }
 
@@ -187,7 +177,6 @@ impl From<cotenant_speech::wyoming::FrameError> for Failure {
     }
 }
 
-/// The answer so far.
 #[derive(Default)]
 struct Answer {
     text: String,
@@ -196,7 +185,6 @@ struct Answer {
     first_after: Option<Duration>,
 }
 
-/// The speech so far.
 #[derive(Default)]
 struct Spoken {
     format: Option<AudioFormat>,
@@ -204,7 +192,7 @@ struct Spoken {
 }
 
 impl Run {
-    /// A run that answers by `reply`, until it is cancelled by `unwanted`; ahead of its client if that asks later.
+    /// Creates a run that answers by `reply` until cancelled by `unwanted`; it works ahead if the client is yet to ask.
     pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken, asked: Asked) -> Self {
         Self {
             api,
@@ -233,7 +221,7 @@ impl Run {
             Input::Text { text, context } => self.reply_to(text, context, last).await,
             Input::Words { text, voice } => {
                 let (pieces, written) = mpsc::channel(1);
-                // There is room for one.
+                // The channel is empty.
                 let _ = pieces.try_send(text);
                 drop(pieces);
                 self.speak_text(written, voice, false).await
@@ -246,7 +234,7 @@ impl Run {
         }
         if self.unwanted.is_cancelled() {
             self.span.event("interrupted");
-            // The result was not waited for.
+            // The client no longer waits for the result.
             return match done {
                 Err(Failure::Session(lost)) => Err(lost),
                 Err(Failure::Refused(_)) | Ok(()) => Ok(()),
@@ -269,7 +257,7 @@ impl Run {
         })
     }
 
-    /// Metadata for the requests of a stage: its span is a child of the turn's.
+    /// Returns metadata for the requests of a stage: its span is a child of the turn's.
     fn meta(&self) -> RequestMeta {
         RequestMeta {
             trace: self.span.context(),
@@ -279,7 +267,7 @@ impl Run {
         }
     }
 
-    /// Waits until the client has asked; `false` if it goes on instead.
+    /// Waits until the client has asked; `false` if the run is cancelled first.
     async fn is_asked(&self) -> bool {
         if self.asked.already() {
             return true;
@@ -325,7 +313,6 @@ impl Run {
         self.reply_to(heard.text, Map::new(), last).await
     }
 
-    /// Sends a piece of the transcript.
     async fn pass_on(&self, text: String, begun: &AtomicBool) -> Result<(), Failure> {
         if !begun.swap(true, Ordering::Relaxed) {
             let start = Event::TranscriptStart(TranscriptStart::default());
@@ -337,9 +324,9 @@ impl Run {
             .await?)
     }
 
-    /// The transcript of `audio`; empty without samples, without a request to the recogniser.
+    /// Transcribes `audio`. Without samples, the result is empty, and the recogniser is not called.
     ///
-    /// Pieces of it are passed on, and `in_pieces` is set; after the first of them there is no retry, since its text
+    /// Partial transcripts are passed on, and `in_pieces` is set; after the first one there is no retry, since its text
     /// would be sent twice.
     async fn hear(
         &self,
@@ -416,7 +403,7 @@ impl Run {
         };
         let done = self.unless_unwanted(work).await;
         if done.is_none() {
-            // Output that waits to be written is dropped as well.
+            // Unwritten output is dropped too.
             dropped.cancel();
         }
         if !self.is_asked().await {
@@ -437,7 +424,7 @@ impl Run {
         if let Some(refusal) = refused {
             self.excuse(refusal, &answer, last, &mut spoken).await?;
         }
-        // An answer without words, such as a picture, is a start and a stop: clients wait for the end of the audio.
+        // An answer without words, such as a picture, has a start and a stop: clients wait for the end of the audio.
         if done_aloud && spoken.format.is_none() {
             self.start_audio(
                 AudioFormat::mono_16_bit(SILENT_RATE_HZ),
@@ -465,7 +452,7 @@ impl Run {
     }
 
     /// Reports why there is no answer. A shortage of memory does not end the connection: it is reported as text, and as
-    /// speech where the answer would have been spoken.
+    /// speech if the answer would have been spoken.
     async fn excuse(
         &self,
         refusal: Refusal,
@@ -477,7 +464,7 @@ impl Run {
             return Err(refusal.into());
         };
         if answer.begun {
-            return Ok(()); // its beginning has been said, and closed
+            return Ok(()); // its first part is already sent, and closed
         }
         tracing::info!(text, "not handled");
         self.reply
@@ -575,7 +562,7 @@ impl Run {
                         answer.text.push_str(&piece);
                         if let Some(voice) = &voice {
                             for sentence in sentences.push(&piece) {
-                                // The voice stops listening only after a failure, which it reports itself.
+                                // The receiver is dropped only after a failure, which the voice reports itself.
                                 let _ = voice.send(sentence).await;
                             }
                         }
@@ -584,13 +571,13 @@ impl Run {
                             .await?;
                     }
                     ChatEvent::Finished { .. } => break,
-                    // Shed to fewer tokens than the conversation has: its beginning is dropped first.
+                    // The KV capacity was reduced below the conversation's length: drop its oldest turns first.
                     ChatEvent::Failed(refusal)
                         if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() =>
                     {
                         continue 'again;
                     }
-                    // The text until then is the answer.
+                    // The text so far is the answer.
                     ChatEvent::Failed(Refusal::KvReclaimed { .. }) if answer.begun => break,
                     ChatEvent::Failed(refusal) => return Err(refusal.into()),
                     _ => {}
@@ -604,7 +591,7 @@ impl Run {
         Ok(())
     }
 
-    /// Speaks a text that comes in pieces; `streaming` is answered with one event more.
+    /// Speaks a text that arrives in pieces; with `streaming`, one more event ends the answer.
     async fn speak_text(
         &self,
         mut written: mpsc::Receiver<String>,
@@ -633,7 +620,7 @@ impl Run {
             Some(done) => done?,
             None => return Ok(()),
         }
-        // A text without words is a start and a stop.
+        // A text without words has a start and a stop.
         if spoken.format.is_none() {
             self.start_audio(
                 AudioFormat::mono_16_bit(SILENT_RATE_HZ),
@@ -651,7 +638,7 @@ impl Run {
         Ok(())
     }
 
-    /// Speaks each sentence as it comes, all at the rate of the first.
+    /// Speaks each sentence as it arrives, all at the rate of the first.
     async fn speak(
         &self,
         mut sentences: mpsc::Receiver<String>,
@@ -727,7 +714,7 @@ impl Run {
         Ok(())
     }
 
-    /// Tries until it is served, or waiting longer makes no sense.
+    /// Retries until served, or until waiting is pointless.
     async fn patiently<T, F>(&self, attempt: impl FnMut() -> F) -> Result<T, Refusal>
     where
         F: Future<Output = Result<T, Refusal>>,
@@ -743,7 +730,7 @@ impl Run {
         patiently(self.api.0.settings.wait_max, helps, attempt).await
     }
 
-    /// The result, or `None` once the run is cancelled.
+    /// Returns the result, or `None` if the run is cancelled.
     async fn unless_unwanted<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
@@ -753,7 +740,7 @@ impl Run {
     }
 }
 
-/// Name of a request in the metrics.
+/// Returns the name of a request in the metrics.
 const fn name_of(begin: &Input, last: LastStage) -> &'static str {
     match (begin, last) {
         (Input::Words { .. } | Input::Pieces { .. }, _) => "wyoming/synthesize",
@@ -763,7 +750,7 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
     }
 }
 
-/// Whether a shorter prompt would be accepted.
+/// Returns whether a shorter prompt would be accepted.
 const fn is_too_long(refusal: &Refusal) -> bool {
     matches!(
         refusal,
@@ -771,7 +758,7 @@ const fn is_too_long(refusal: &Refusal) -> bool {
     )
 }
 
-/// The name of the conversation that a context belongs to.
+/// Returns the name of the conversation of a context.
 fn conversation(context: &Map<String, Value>) -> Option<&str> {
     context
         .get("conversation_id")?
@@ -797,14 +784,14 @@ fn millis(time: Duration) -> u64 {
 /// Longest answer: some five minutes of speech.
 const ANSWER_TOKENS_MAX: Tokens = Tokens::new(1024);
 
-/// Pieces of a transcript that may wait for the client; then the recogniser does.
+/// Bound of the queue of transcript pieces to the client; the recogniser blocks if it is full.
 const PIECES_AHEAD: usize = 16;
 
-/// Sentences that may wait for the voice; then the LLM waits.
+/// Bound of the queue of sentences to the voice; the LLM blocks if it is full.
 const SENTENCES_AHEAD: usize = 8;
 
 /// Samples per message: 64 ms at 16 kHz.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// Rate that is named for a text without words.
+/// Rate reported for a text without words.
 const SILENT_RATE_HZ: u32 = 16_000;

@@ -1,7 +1,7 @@
 //! Rendering of [`Refusal`] over Wyoming.
 //!
 //! Recognition and speech end with `error` and a closed connection. A conversation that fails for lack of memory or
-//! context is `not-handled` with the reason, so that it is spoken to the user; its other failures are an `error` too.
+//! context gets `not-handled` with the reason, which is spoken to the user; other failures are an `error` too.
 
 use cotenant_conversation::{
     refusal::Refusal,
@@ -9,12 +9,12 @@ use cotenant_conversation::{
 };
 use cotenant_speech::server;
 
-/// The `error` that a refusal is.
+/// Converts a refusal to an `error`.
 pub(super) fn error_of(refusal: &Refusal) -> server::Refusal {
     server::Refusal::new(Kind::of(refusal).word, with_hint(refusal))
 }
 
-/// The text of `not-handled`, if that is how a conversation ends that is refused so.
+/// Returns the text of `not-handled`, if a conversation refused like this gets one.
 pub(super) fn not_handled(refusal: &Refusal) -> Option<String> {
     match refusal {
         Refusal::InsufficientMemory { .. }
@@ -26,8 +26,7 @@ pub(super) fn not_handled(refusal: &Refusal) -> Option<String> {
     }
 }
 
-/// The `error` of a refusal, and the text of `not-handled` if a conversation gets that, for the test that compares all
-/// protocols.
+/// Returns both forms of a refusal, for the test that compares all protocols.
 #[cfg(test)]
 pub(crate) fn rendered(refusal: &Refusal) -> (server::Refusal, Option<String>) {
     (error_of(refusal), not_handled(refusal))

@@ -1,4 +1,4 @@
-//! One Wyoming connection: its event sequence and its current task.
+//! Wyoming connection: its event sequence and its current task.
 
 use std::{
     sync::Arc,
@@ -34,44 +34,42 @@ use cotenant_speech::{
 };
 use cotenant_units::lock::locked;
 
-/// One connection.
 pub(crate) struct Connection {
     api: Api,
     language: Option<String>,
     recording: Option<Recording>,
-    /// The requested stages, if there are several.
+    /// Requested stages, if there are several.
     pipeline: Option<Pipeline>,
-    /// Receiver of text that is spoken while it is written.
+    /// Text being spoken while it is written.
     text: Option<Text>,
     job: Option<Job>,
-    /// The answer to an utterance that has probably ended.
+    /// Answer to an utterance that has probably ended.
     early: Option<Early>,
 }
 
-/// Work ahead of the end of an utterance, whose answers wait for it.
+/// Work ahead of the end of an utterance; its answers are held until then.
 struct Early {
     job: Job,
     ask: Ask,
     hold: Hold,
-    /// The memory of held answers.
+    /// Memory of held answers.
     _room: OwnedSemaphorePermit,
     unwanted: BoxFuture<'static, ()>,
 }
 
-/// A text in pieces.
 struct Text {
     pieces: mpsc::Sender<String>,
     bytes: usize,
 }
 
-/// Something that is being done for the client.
+/// Task running for the client.
 struct Job {
     task: JoinHandle<Result<(), SessionError>>,
     unwanted: CancellationToken,
 }
 
 impl Drop for Job {
-    /// It stops at once, and its resources are free.
+    /// Cancels the task and frees its resources.
     fn drop(&mut self) {
         self.unwanted.cancel();
     }
@@ -91,7 +89,6 @@ impl Job {
 }
 
 impl Connection {
-    /// A new connection.
     pub(super) const fn new(api: Api) -> Self {
         Self {
             api,
@@ -104,7 +101,7 @@ impl Connection {
         }
     }
 
-    /// Waits for the current task. Requests on one connection are answered in their order.
+    /// Waits for the current task. Requests on one connection are answered in order.
     async fn settle(&mut self) -> Result<(), SessionError> {
         (self.text, self.early) = (None, None);
         match self.job.take() {
@@ -113,7 +110,7 @@ impl Connection {
         }
     }
 
-    /// Cancels the current task: a new utterance has begun.
+    /// Cancels the current task, because a new utterance has begun.
     async fn barge_in(&mut self) -> Result<(), SessionError> {
         (self.text, self.early) = (None, None);
         let Some(mut job) = self.job.take() else {
@@ -121,7 +118,7 @@ impl Connection {
         };
         job.unwanted.cancel();
         match job.end().await {
-            // It has had its answer; later events begin another exchange.
+            // The refusal is already sent; later events begin another exchange.
             Err(SessionError::Refused(_)) | Ok(()) => Ok(()),
             Err(lost) => Err(lost),
         }
@@ -138,7 +135,7 @@ impl Connection {
         Job { task, unwanted }
     }
 
-    /// The last stage for an utterance.
+    /// Returns the last stage for an utterance.
     fn last_stage(&self) -> LastStage {
         match self.pipeline {
             Some(Pipeline {
@@ -149,7 +146,7 @@ impl Connection {
         }
     }
 
-    /// Works ahead where the utterance has probably ended, and drops that where it goes on.
+    /// Starts work ahead if the utterance has probably ended, and drops it if the utterance continues.
     fn look_ahead(&mut self, edges: &[VoiceEdge], reply: &Reply) {
         for edge in edges {
             if !matches!(edge, VoiceEdge::Paused(_)) && self.early.take().is_some() {
@@ -168,7 +165,7 @@ impl Connection {
         let (Some((audio, held)), Ok(room)) = (copied, room) else {
             return;
         };
-        // From here on it is given up for others.
+        // From here on, other requests may cancel it.
         let unwanted = self.api.0.answers.unwanted();
         let begin = Input::Audio {
             audio,
@@ -187,7 +184,7 @@ impl Connection {
         });
     }
 
-    /// Takes up the work that was done ahead, if it has not failed.
+    /// Continues with the work done ahead, unless it failed.
     async fn take_early(&mut self, reply: &Reply) -> Result<bool, SessionError> {
         let Some(early) = self
             .early
@@ -214,7 +211,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes up a `run-pipeline`.
+    /// Applies a `run-pipeline`.
     async fn set_pipeline(&mut self, wanted: &RunPipeline) -> Result<(), SessionError> {
         self.barge_in().await?;
         self.recording = None;
@@ -232,8 +229,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The voice for a request. An unknown name selects the default voice, as over HTTP; a speaker is never replaced by
-    /// another one.
+    /// Returns the voice for a request. An unknown name selects the default voice, as over HTTP; an unknown speaker is
+    /// an error.
     fn voice(&self, wanted: Option<Voice>) -> Result<VoiceChoice, SessionError> {
         let wanted = wanted.unwrap_or_default();
         let api = &self.api.0;
@@ -284,14 +281,14 @@ impl Connection {
             };
         }
         if let Some(speaker) = &speaker {
-            // Without a voice, the first one that has this speaker.
+            // Without a voice, select the first one with this speaker.
             voices.retain(|voice| voice.speakers.iter().any(|known| known.name == *speaker));
             if voices.is_empty() {
                 return Err(unknown_speaker(speaker, "no voice here knows it"));
             }
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
-            // The worker's own choice, except for a speaker that only one voice has.
+            // The worker's default, except for a speaker that only one voice has.
             return Ok(choice(
                 voices.first().copied().filter(|_| speaker.is_some()),
             ));
@@ -320,7 +317,7 @@ impl Session for Connection {
             Event::AudioStart(start) => self.begin_recording(start.format).await,
             Event::AudioChunk(chunk) => {
                 if self.recording.is_none() {
-                    // Clients of old versions of the protocol send no `audio-start`.
+                    // Clients of old protocol versions send no `audio-start`.
                     self.begin_recording(chunk.format).await?;
                 }
                 if let Some(recording) = &mut self.recording {
@@ -360,7 +357,7 @@ impl Session for Connection {
                 self.start(begin, last, reply);
                 Ok(())
             }
-            // Sent again as a whole within a stream, for servers that do not stream.
+            // Within a stream, the whole text is sent again for servers without streaming.
             Event::Synthesize(_) if self.text.is_some() => Ok(()),
             Event::Synthesize(wanted) => {
                 self.settle().await?;
@@ -391,7 +388,7 @@ impl Session for Connection {
                 };
                 text.bytes += piece.text.len();
                 server::check_text_length(text.bytes)?;
-                // It stops listening only after a failure, which it reports itself.
+                // The receiver is dropped only after a failure, which it reports itself.
                 let _ = text.pieces.send(piece.text).await;
                 Ok(())
             }
@@ -442,7 +439,7 @@ impl Session for Connection {
     }
 }
 
-/// Audio that is coming in, as the recogniser wants it.
+/// Incoming audio in the recogniser's format.
 struct Recording {
     decoder: PcmDecoder,
     resampler: Option<Resampler>,
@@ -471,7 +468,7 @@ impl Recording {
         })
     }
 
-    /// Takes a piece and returns where speech begins, pauses and goes on in it.
+    /// Adds a piece, and returns where speech starts, pauses and resumes in it.
     fn push(
         &mut self,
         format: AudioFormat,
@@ -504,7 +501,7 @@ impl Recording {
         Ok(self.detector.push(&samples))
     }
 
-    /// A copy of the audio so far, if it comes while it is spoken and there is memory for the copy.
+    /// Returns a copy of the audio so far, if it arrives in real time and there is memory for the copy.
     fn copied(&self, api: &Api) -> Option<(MonoAudio, OwnedSemaphorePermit)> {
         if !comes_as_spoken(self.audio.duration(), self.began.elapsed()) {
             return None;
@@ -514,7 +511,7 @@ impl Recording {
         Some((self.audio.clone(), held))
     }
 
-    /// Takes its share of the memory for audio.
+    /// Reserves its share of the memory for audio.
     fn hold(&mut self, api: &Api) -> Result<(), SessionError> {
         let needed = kib_of(&self.audio);
         let held = self
@@ -546,7 +543,7 @@ impl Recording {
     }
 }
 
-/// Memory of recorded samples.
+/// Returns the memory of recorded samples in KiB.
 fn kib_of(audio: &MonoAudio) -> usize {
     (2 * audio.samples.len()).div_ceil(1024)
 }
@@ -561,14 +558,14 @@ fn bad(error: &AudioError) -> SessionError {
     server::Refusal::new(BAD_REQUEST, error.to_string()).into()
 }
 
-/// Pieces of a text that wait for the voice; then the connection is not read.
+/// Bound of the queue of text pieces to the voice; if it is full, the connection is not read.
 const PIECES_QUEUED: usize = 64;
 
-/// Threshold of the detector that looks for pauses: OpenAI's default for turns.
+/// Threshold for detecting pauses: OpenAI's default for turns.
 const THRESHOLD: f64 = 0.5;
 
 /// Speakers listed in an error: some voices have hundreds.
 const SPEAKERS_SHOWN: usize = 10;
 
-/// Characters of a value that an error shows.
+/// Characters of a value shown in an error.
 const SHOWN_MAX: usize = 80;

@@ -19,19 +19,16 @@ use cotenant_speech::{voice_activity::EarlyPause, wyoming::Info};
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_worker::handle::WorkerHandle;
 
-/// The backends of the API.
 pub(crate) struct Backends {
-    /// Recogniser and voice.
     pub(crate) speech: Option<Arc<dyn SpeechBackend>>,
     /// The LLM and its name.
     pub(crate) chat: Option<(Arc<dyn ChatBackend>, String)>,
-    /// Workers that are asked for descriptions: recogniser and voice.
+    /// Recogniser, asked for its description.
     pub(crate) asr: Option<WorkerHandle>,
-    /// See `asr`.
+    /// Voice, asked for its description.
     pub(crate) tts: Option<WorkerHandle>,
-    /// Counters of requests.
     pub(crate) metrics: Arc<Metrics>,
-    /// Begins the spans of turns.
+    /// Starts the spans of turns.
     pub(crate) tracer: Tracer,
     /// Counts turns as answers.
     pub(crate) answers: Arc<RunningAnswers>,
@@ -47,12 +44,12 @@ pub(super) struct Inner {
     pub(super) chat: Option<(Arc<dyn ChatBackend>, String)>,
     pub(super) cache: Arc<InfoCache>,
     pub(super) conversations: Mutex<Conversations>,
-    /// KiB of audio that may still be recorded.
+    /// Permits of audio to record, in KiB.
     pub(super) audio: Arc<Semaphore>,
-    /// The pause after which an utterance has probably ended.
+    /// Pause after which an utterance has probably ended.
     pub(super) early_pause: Mutex<EarlyPause>,
     pub(super) settings: WyomingConfig,
-    /// Names of voices used by clients, and the worker's voice for each.
+    /// Clients' names of voices, with the worker's voice for each.
     pub(super) aliases: BTreeMap<String, String>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tracer: Tracer,
@@ -94,17 +91,16 @@ impl Api {
     }
 }
 
-/// When the client has asked, which may be after the work has begun.
+/// Time at which the client asked, possibly after the work began.
 #[derive(Clone)]
 pub(super) struct Asked(watch::Receiver<Option<Instant>>);
 
 impl Asked {
-    /// Now.
     pub(super) fn now() -> Self {
         Self(watch::channel(Some(Instant::now())).1)
     }
 
-    /// Later, when [`Ask::ask`] is called, or never.
+    /// Asked when [`Ask::ask`] is called, or never.
     pub(super) fn later() -> (Ask, Self) {
         let (ask, asked) = watch::channel(None);
         (Ask(ask), Self(asked))
@@ -114,22 +110,22 @@ impl Asked {
         self.0.borrow().is_some()
     }
 
-    /// How long ago; zero before.
+    /// Returns the time since then; zero before.
     pub(super) fn ago(&self) -> Duration {
         let asked = *self.0.borrow();
         asked.map_or(Duration::ZERO, |asked| asked.elapsed())
     }
 
-    /// Waits until then.
+    /// Waits until the client asks.
     ///
     /// # Errors
-    /// When it will never be.
+    /// If it never will.
     pub(super) async fn wait(&mut self) -> Result<(), watch::error::RecvError> {
         self.0.wait_for(Option::is_some).await.map(drop)
     }
 }
 
-/// Reports that the client has asked.
+/// Sender for [`Asked`].
 pub(super) struct Ask(watch::Sender<Option<Instant>>);
 
 impl Ask {
@@ -138,7 +134,7 @@ impl Ask {
     }
 }
 
-/// Counts one request when it has ended.
+/// Counts one request at its end.
 pub(super) struct Counted<'a> {
     metrics: &'a Metrics,
     what: &'static str,
@@ -169,11 +165,11 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// All utterances that are being recorded, with the answers that are held for them, in KiB: nearly nine of a minute at
-/// 16 kHz. Our choice; it comes out of the reserve.
+/// Limit on all utterances being recorded and the answers held for them, in KiB: nearly nine minutes at 16 kHz. Our
+/// choice; it is part of the reserve.
 pub(super) const AUDIO_KIB_MAX: usize = 16 << 10;
 
-/// Codes of HTTP, so that one metric serves all APIs: done, invalid, not now, and abandoned by the client.
+/// HTTP codes, so that one metric serves all APIs: done, invalid, not now, cancelled by the client.
 pub(super) const DONE: u16 = 200;
 pub(super) const WRONG: u16 = 400;
 pub(super) const CANCELLED: u16 = 499;

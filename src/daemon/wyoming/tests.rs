@@ -92,7 +92,7 @@ async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
         );
         assert_eq!(heard[0].language.as_deref(), Some("en"));
     }
-    // No audio is no error, with or without its frame.
+    // No audio is not an error, with or without frames.
     client.utter(0).await;
     assert_eq!(client.until("transcript").await[0].data["text"], "");
     client.say(Event::AudioStop(AudioStop::default())).await;
@@ -263,7 +263,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
         .map(|request| request.text.clone())
         .collect();
     assert_eq!(spoken, ["Good night.", "Stop the music."]);
-    // And on the same connection a text without words.
+    // On the same connection, a text without words.
     let text = " ... ".to_owned();
     client
         .say(Event::Synthesize(Synthesize { text, voice: None }))
@@ -345,7 +345,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     );
     client.until("handled-stop").await;
     assert_eq!(served.asked(), ["three"]);
-    // Without turns to drop, the refusal is sent, and the connection stays.
+    // Without turns to drop, the refusal is sent, and the connection stays open.
     served.answers(vec![Step::Fail(shed())]);
     client.say(asks("long", None)).await;
     let refused = client.next().await.unwrap();
@@ -376,7 +376,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     assert_eq!(client.refusal().await.0, "engine-lost");
 }
 
-/// A client that has spoken `heard`, with the frames of the answer up to the end of its audio.
+/// Returns a client that has spoken `heard`, and the frames of the answer up to the end of its audio.
 async fn spoken(served: &Served, heard: &str, said: Vec<Step>) -> (Client, Vec<Frame>) {
     served.hears(heard);
     served.answers(said);
@@ -437,7 +437,7 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
             "audio-stop"
         ]
     );
-    // A pipeline may begin and end elsewhere.
+    // A pipeline may begin and end at other stages.
     client.say(pipeline("handle", "tts")).await;
     served.answers(vec![Step::Say("Yes.")]);
     client.say(asks("really", None)).await;
@@ -455,7 +455,7 @@ async fn an_answer_of_pictures_alone_is_a_start_and_a_stop_of_audio() {
     let (_client, frames) = spoken(&served, "well done", said).await;
     let count = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).count();
     assert_eq!((count("audio-start"), count("audio-chunk")), (1, 0));
-    // Without a word for it in the protocol, tokens are chosen as chats choose them.
+    // The protocol has no parameter for sampling, so the defaults for chats apply.
     let asked = served.script.asked.lock().unwrap().pop().unwrap();
     assert_eq!(asked.sampling.defaults.temperature, Some(1.0));
 }
@@ -482,7 +482,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
         0,
         "generation goes on"
     );
-    // The old answer is closed, with the part that existed.
+    // The old answer is closed, with its text so far.
     let frames = client.until("audio-stop").await;
     let handled = frames.iter().find(|frame| frame.kind == "handled").unwrap();
     assert_eq!(handled.data["text"], "Once upon a time. And");
@@ -500,7 +500,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
         "what was not said yet is dropped"
     );
 
-    // A client that goes away ends it too.
+    // A client that disconnects ends it too.
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once."), Step::Hang]);
     client.utter(100).await;
@@ -521,7 +521,7 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     let served = served(settings()).await;
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once. "), Step::Hang]);
-    // Far more than a socket holds.
+    // Far more than a socket buffers.
     let endless = (0..4_000).map(|_| Ok(vec![1; 1_000])).collect();
     served
         .script
@@ -536,7 +536,7 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     client
         .say(audio_start(AudioFormat::mono_16_bit(16_000)))
         .await;
-    // The generation ends although the client has not read the sent part, and the rest is never sent.
+    // The generation ends although the client has not read what was sent, and the rest is never sent.
     timeout(PATIENCE, served.script.dropped.notified())
         .await
         .unwrap();
@@ -548,7 +548,7 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     );
 }
 
-/// Loud and then quiet audio of so many milliseconds.
+/// Sends loud and then quiet audio of these durations in ms.
 async fn sound(client: &mut Client, loud: usize, quiet: usize) {
     let format = AudioFormat::mono_16_bit(16_000);
     let period = [0_i16, 6000, 8000, 6000, 0, -6000, -8000, -6000];
@@ -557,7 +557,7 @@ async fn sound(client: &mut Client, loud: usize, quiet: usize) {
     client.say(chunk(format, pcm_bytes(&samples))).await;
 }
 
-/// Waits until this holds.
+/// Waits until a condition holds.
 async fn until(holds: impl Fn() -> bool) {
     timeout(PATIENCE, async {
         while !holds() {
@@ -603,7 +603,7 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_an_utterance_and_given_
     let heard = script.heard.lock().unwrap().len();
     assert_eq!((heard, script.asked.lock().unwrap().len()), (1, 1));
 
-    // A user who goes on has not asked: everything is done again at the end.
+    // A user who continues has not asked: all work is repeated at the end.
     client.say(audio_start(format)).await;
     served.hears("turn on the");
     served.answers(vec![Step::Say("The"), Step::Hang]);
@@ -658,7 +658,7 @@ async fn what_is_done_ahead_is_given_up_for_memory_and_for_requests_and_done_at_
         served.answers(vec![Step::Say("It is"), Step::Hang]);
         sound(&mut client, 250, 200).await;
         until(|| script.generating.load(Ordering::SeqCst) == 1).await;
-        // the audio, and the answer that is held
+        // the audio, and the held answer
         let held = room - served.api.0.audio.available_permits();
         assert_eq!(held, 15 + HELD_KIB as usize);
         match short {
@@ -683,7 +683,7 @@ async fn what_is_not_done_ahead_is_done_at_the_end() {
     let script = &served.script;
     let mut client = served.connect().await;
     let format = AudioFormat::mono_16_bit(16_000);
-    // The recogniser has no time for it.
+    // The recogniser has no capacity for it.
     client.say(audio_start(format)).await;
     let turns = [
         Turn::Refuse(starting()),
@@ -697,7 +697,7 @@ async fn what_is_not_done_ahead_is_done_at_the_end() {
     client.say(Event::AudioStop(AudioStop::default())).await;
     let transcript = client.until("transcript").await.pop().unwrap();
     assert_eq!(transcript.data["text"], "good night");
-    // A file comes faster than it was spoken.
+    // A file arrives faster than it was spoken.
     client.say(audio_start(format)).await;
     served.hears("good morning");
     sound(&mut client, 900, 200).await;
@@ -760,7 +760,7 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
     ] {
         let mut client = served.connect().await;
         for event in events {
-            // The server may have closed already.
+            // The server may already have closed the connection.
             if write_frame(&mut client.writer, &event.into_frame())
                 .await
                 .is_err()
@@ -796,7 +796,7 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
         assert_eq!(code, "bad-request");
         assert!(text.contains(words), "{text}");
     }
-    // Half a message, and then nothing more.
+    // Half a message, and nothing more.
     let mut client = served.connect().await;
     client
         .writer
@@ -824,7 +824,7 @@ async fn what_has_no_sound_is_an_empty_transcript() {
     let served = served(settings()).await;
     let format = AudioFormat::mono_16_bit(16_000);
     let mut client = served.connect().await;
-    // Begun and ended without audio, with audio of no samples, and only ended.
+    // Started and stopped without audio, with an empty chunk, and only stopped.
     for events in [
         vec![audio_start(format)],
         vec![audio_start(format), chunk(format, Vec::new())],
@@ -886,7 +886,7 @@ async fn all_utterances_together_take_no_more_memory_than_they_may() {
     let format = AudioFormat::mono_16_bit(16_000);
     let mut client = served.connect().await;
     client.say(audio_start(format)).await;
-    // 19 MiB where 16 may be.
+    // 19 MiB, of which 16 are permitted.
     for _ in 0..20 {
         let one_mib = chunk(format, vec![0; 1 << 20]);
         if write_frame(&mut client.writer, &one_mib.into_frame())

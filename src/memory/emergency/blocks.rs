@@ -1,6 +1,6 @@
 //! Blocks of the emergency reserve: eight sizes with free lists.
 //!
-//! Allocating and freeing a block never blocks: a list is a number updated by compare-and-swap, together with a change
+//! Allocation and release are lock-free: the head of a list is updated by compare-and-swap, together with a change
 //! counter against the ABA problem.
 
 use std::{
@@ -17,17 +17,17 @@ struct Class {
     offset: usize,
     /// The index of the first one in [`LINKS`].
     first: u32,
-    /// Change counter of the list in the upper half; the number of its first block, from 1, in the lower; 0 is the end.
+    /// Head of the free list: change counter against ABA in the upper half, number of the first block, from 1, in the
+    /// lower; 0 is the end.
     list: AtomicU64,
-    /// Start of the blocks that were never used.
+    /// Index of the first block that was never used.
     fresh: AtomicU32,
     used: AtomicU32,
 }
 
-/// Sizes and counts, 704 KiB in all. A decision over 32 layers allocates some 150 times, 125 KB in all, most of it
-/// below 512 bytes and never more than a few KiB at once; this has room for several decisions at a time, for text that
-/// waits to be written, and for allocations kept by leases granted through a shed. Our choice: a daemon without a model
-/// should stay small.
+/// Sizes and counts, 704 KiB in all. A decision over 32 layers makes some 150 allocations of 125 KB in all, most below
+/// 512 bytes and none above a few KiB; this suffices for several concurrent decisions, for text queued for writing, and
+/// for allocations kept by leases granted through a shed. Our choice: a daemon without a model should stay small.
 const SIZES: [(usize, u32); CLASSES] = [
     (64, 1024),
     (128, 1024),
@@ -44,12 +44,12 @@ const CLASSES: usize = 8;
 #[repr(C, align(4096))]
 struct Region(UnsafeCell<[u8; TOTAL]>);
 
-// SAFETY: its bytes are reached only through blocks, each of which has one owner at a time.
+// SAFETY: its bytes are accessed only through blocks, each of which has one owner at a time.
 unsafe impl Sync for Region {}
 
 static REGION: Region = Region(UnsafeCell::new([0; TOTAL]));
 
-/// For each block the number of the next one in its list, as in [`Class::list`].
+/// For each block, the number of the next one in its list, as in [`Class::list`].
 static LINKS: [AtomicU32; BLOCKS] = [const { AtomicU32::new(0) }; BLOCKS];
 
 static CLASS: [Class; CLASSES] = classes();
@@ -85,7 +85,7 @@ const fn classes() -> [Class; CLASSES] {
             used: AtomicU32::new(0),
         }
     }; CLASSES];
-    // Large blocks first, so that each lies at a multiple of its size.
+    // Large blocks first, so that each is aligned to its size.
     let (mut offset, mut first, mut index) = (0, 0, CLASSES);
     while index > 0 {
         index -= 1;
@@ -100,7 +100,6 @@ const fn classes() -> [Class; CLASSES] {
     classes
 }
 
-/// The whole region: its start and length.
 pub(super) fn region() -> (*const u8, usize) {
     (REGION.0.get().cast(), TOTAL)
 }
@@ -117,9 +116,9 @@ pub(super) unsafe fn touch() {
     }
 }
 
-/// A block for `layout`, if one is left; none is aligned to more than a page.
+/// Returns a block for `layout`, if one is left; no block is aligned to more than a page.
 pub(super) fn take(layout: Layout) -> Option<*mut u8> {
-    // Each is aligned to its size or to a page.
+    // Blocks are aligned to their size, at most to a page.
     let (size, align) = (layout.size(), layout.align());
     let mut fitting = CLASS.iter().filter(|class| class.size >= size.max(align));
     if align > PAGE {

@@ -47,7 +47,6 @@ pub fn be_prompt() -> io::Result<()> {
     }
 }
 
-/// Current scheduling attributes of this thread.
 fn attributes() -> io::Result<Attributes> {
     let mut found = Attributes::default();
     // SAFETY: the kernel writes at most as many bytes as the size says.

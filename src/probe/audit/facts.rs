@@ -21,9 +21,9 @@ use cotenant_units::{Bytes, page};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Finding {
-    /// The rule: `zram_store`.
+    /// Name of the rule: `zram_store`.
     pub rule: &'static str,
-    /// How bad it is.
+    /// Its severity.
     pub severity: Severity,
     /// The finding, with figures.
     pub text: String,
@@ -33,7 +33,7 @@ pub struct Finding {
     pub remedy: &'static str,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Severity {
@@ -47,9 +47,9 @@ pub enum Severity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "kind", content = "value")]
 pub enum Cost {
-    /// None now; a fault or a blind spot.
+    /// None at present; a fault or missing visibility.
     Risk,
-    /// Memory that nothing else can have.
+    /// Unusable memory.
     Memory(Bytes),
     /// Percent of the tokens per second.
     Speed(u64),
@@ -68,11 +68,11 @@ impl std::fmt::Display for Cost {
     }
 }
 
-/// A part of a Jetson's software.
+/// Component of a Jetson's software.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Version {
-    /// `CUDA`.
+    /// Its name: `CUDA`.
     pub name: &'static str,
     /// Installed version; `None` if no package is installed.
     pub found: Option<String>,
@@ -98,7 +98,7 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// Files read once for all rules.
+/// Files read once, shared by all rules.
 pub(super) struct Facts<'a> {
     pub(super) root: &'a ProbeRoot,
     pub(super) board: Board,
@@ -107,16 +107,15 @@ pub(super) struct Facts<'a> {
     pub(super) packages: BTreeMap<String, String>,
 }
 
-/// A process, as far as a rule needs it.
+/// The properties of a process that rules use.
 pub(super) struct Process {
     name: String,
     resident: Bytes,
 }
 
-/// A rule and its name.
 pub(super) type Rule = (&'static str, fn(&Facts<'_>) -> Option<Found>);
 
-/// A finding without the name of its rule.
+/// Finding without the name of its rule.
 pub(super) struct Found {
     pub(super) severity: Severity,
     pub(super) text: String,
@@ -153,7 +152,7 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// A small file below `/sys` as trimmed text; `None` where it is missing, closed, half-written or empty.
+    /// Reads a small file below `/sys` as trimmed text; `None` if it is missing, unreadable, incomplete or empty.
     pub(super) fn sys(&self, path: &str) -> Option<String> {
         text_of(&self.root.sys(path))
     }
@@ -166,7 +165,7 @@ impl<'a> Facts<'a> {
         read_number(&self.root.sys(path))
     }
 
-    /// Names in a folder below `/sys`, sorted.
+    /// Lists a folder below `/sys`, sorted.
     pub(super) fn sys_names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.root.sys(path))
             .into_iter()
@@ -180,13 +179,13 @@ impl<'a> Facts<'a> {
         names
     }
 
-    /// The files that make up the unit of the supervisor, in the order in which systemd reads them.
+    /// Returns the files that define the supervisor's unit, in systemd's order.
     pub(super) fn unit_files(&self) -> Vec<PathBuf> {
         let folders = [
             self.root.etc("systemd/system"),
             self.root.lib("systemd/system"),
         ];
-        // systemd takes the unit from the first folder that has it, and settings beside it from all.
+        // systemd takes the unit from the first folder that contains it, and drop-ins from all folders.
         let unit = folders
             .iter()
             .map(|folder| folder.join(UNIT))
@@ -201,13 +200,13 @@ impl<'a> Facts<'a> {
                     .map(|entry| entry.path())
             })
             .collect();
-        // By name, wherever they are; of one name only that of the first folder.
+        // Sorted by name across folders; of files with one name, only that in the first folder counts.
         beside.sort_by(|one, other| one.file_name().cmp(&other.file_name()));
         beside.dedup_by(|later, first| later.file_name() == first.file_name());
         unit.into_iter().chain(beside).collect()
     }
 
-    /// Running processes with these names, each name once, and their memory together.
+    /// Returns the running processes with these names, each name once, and their total memory.
     pub(super) fn running(&self, names: &[&str]) -> Option<(String, Bytes)> {
         let mut found: Vec<&str> = Vec::new();
         let mut sum = Bytes::ZERO;
@@ -250,7 +249,7 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
         .collect()
 }
 
-/// Installed packages that rules use, with their versions, from dpkg's list.
+/// Reads installed packages that rules use, with their versions, from dpkg's list.
 fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let Ok(file) = File::open(root.var("lib/dpkg/status")) else {
@@ -272,7 +271,6 @@ fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     found
 }
 
-/// Whether a rule uses the version of this package.
 fn asks_for(package: &str) -> bool {
     matches!(package, "nvidia-l4t-core" | "nvidia-jetpack")
         || ["cuda-cudart-", "libnvinfer", "libcudnn"]
@@ -280,9 +278,8 @@ fn asks_for(package: &str) -> bool {
             .any(|name| package.starts_with(name))
 }
 
-/// The unit of the supervisor.
 const UNIT: &str = "cotenant.service";
-/// Our choice; a board has some hundred processes.
+/// Our choice: a board runs a few hundred processes.
 const ENTRIES_MAX: usize = 20_000;
-/// The list of a full desktop has about 5 MB.
+/// The list of a full desktop takes about 5 MB.
 const DPKG_MAX: u64 = 64 << 20;

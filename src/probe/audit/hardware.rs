@@ -17,7 +17,7 @@ pub(super) const RULES: &[Rule] = &[
     ("disk_scheduler", disk_scheduler),
 ];
 
-/// Percent that `now` is below `most`; `None` when it is not, or by less than 2 percent.
+/// Returns by how many percent `now` is below `most`; `None` if by less than 2 percent.
 fn below(now: u64, most: u64) -> Option<u64> {
     let percent = most.checked_sub(now)?.checked_mul(100)?.checked_div(most)?;
     (percent >= 2).then_some(percent)
@@ -44,7 +44,7 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
         })
         .collect();
     let (_, name) = names.iter().find(|(id, _)| *id == mode)?;
-    // An Orin Nano without super mode has no MAXN: its largest is 15W.
+    // An Orin Nano without super mode has no MAXN: its largest mode is 15W.
     let watts = |name: &str| name.split('W').next()?.parse::<u64>().ok();
     let rank = |name: &str| {
         if name.starts_with("MAXN") {
@@ -55,7 +55,7 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
     };
     let (_, most) = names.iter().max_by_key(|(_, name)| rank(name))?;
     (rank(name) < rank(most)).then_some(())?;
-    // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. For other modes and modules the clocks show the cost.
+    // 15W on an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. For other modes and modules, the clocks show the cost.
     let is_measured = Module::of(facts) == Some(Module::OrinNx) && *name == "15W";
     warning(
         format!(
@@ -75,7 +75,7 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// A module whose figures are known.
+/// Module with known figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Module {
     OrinNx,
@@ -114,7 +114,7 @@ fn cores_offline(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// Numbers in a list of the kernel: 6 in `0-3,6,8`.
+/// Counts the numbers in a kernel list: 6 in `0-3,6,8`.
 fn count_of(list: &str) -> Option<u64> {
     list.split(',').try_fold(0u64, |sum, range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -176,7 +176,7 @@ fn memory_clock(facts: &Facts<'_>) -> Option<Found> {
     let of = |name: &str| facts.sys_number(&format!("kernel/debug/bpmp/debug/clk/emc/{name}"));
     let (rate, most) = (of("rate")?, of("max_rate")?);
     let percent = below(rate, most)?;
-    // A token reads all weights once: the clock of memory bounds it.
+    // A token reads all weights once, so the memory clock bounds it.
     warning(
         format!(
             "memory runs at {} of {} MHz",
@@ -196,7 +196,7 @@ fn thermal(facts: &Facts<'_>) -> Option<Found> {
         .filter(|name| name.starts_with("thermal_zone"))
     {
         let of = |name: &str| facts.sys(&format!("class/thermal/{zone}/{name}"));
-        // A disabled zone reads empty.
+        // A disabled zone reads as empty.
         let Some(now) = of("temp").and_then(|text| text.parse::<i64>().ok()) else {
             continue;
         };
@@ -246,16 +246,16 @@ fn thermal_unreadable(facts: &Facts<'_>) -> Option<Found> {
 }
 
 const TRIPS_MAX: u32 = 12;
-/// Fans have trip points too, from 35 °C on.
+/// Lower bound for throttling trip points, in thousandths of a degree: those of fans begin at 35 °C.
 const SENSIBLE_TRIP: i64 = 69_000;
-/// Thousandths of a degree; our choice.
+/// Margin below a trip point, in thousandths of a degree. Our choice.
 const MARGIN: i64 = 5000;
 
 fn super_mode(facts: &Facts<'_>) -> Option<Found> {
     let board = &facts.board;
     let l4t = board.l4t.filter(|l4t| l4t.major == 36 && l4t.minor >= 4)?;
     (!board.is_super()).then_some(())?;
-    // By NVIDIA's data sheets: the GPU of an Orin NX; the memory of an Orin Nano, which bounds an answer.
+    // From NVIDIA's data sheets: the GPU of an Orin NX; the memory of an Orin Nano, which bounds an answer.
     let (cost, remedy) = match Module::of(facts)? {
         Module::OrinNx => (
             21,
@@ -289,7 +289,7 @@ fn disks(facts: &Facts<'_>) -> Vec<String> {
 fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
     let disks = disks(facts);
     (!disks.is_empty() && !disks.iter().any(|name| name.starts_with("nvme"))).then_some(())?;
-    // A disk of a virtual machine usually identifies itself, whatever is behind it.
+    // A virtual machine's disk usually identifies itself, regardless of the device behind it.
     let is_virtual = |name: &str| {
         let model = facts
             .sys(&format!("block/{name}/device/model"))

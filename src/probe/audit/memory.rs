@@ -1,4 +1,4 @@
-//! Rules about memory: carve-outs, CMA, zram, swap, pools, settings of the kernel.
+//! Rules about memory: carve-outs, CMA, zram, swap, pools, kernel settings.
 
 use super::facts::{Cost, Facts, Found, Rule, note, warning};
 use crate::{buddyinfo::FreeBlocks, nvmap::Nvmap, swap};
@@ -22,8 +22,8 @@ pub(super) const RULES: &[Rule] = &[
     ("free_blocks", free_blocks),
 ];
 
-/// Memory of modules, and the part left by a stock image (`MemTotal` as captured; the Orin NX 8 GB as the Orin Nano),
-/// in MiB.
+/// Memory of each module, and the part left by a stock image (`MemTotal` as captured; Orin NX 8 GB as Orin Nano), in
+/// MiB.
 const MODULES: [(&str, u64, u64); 7] = [
     ("nvidia,p3767-0000", 16_384, 15_656),
     ("nvidia,p3767-0001", 8192, 7619),
@@ -34,9 +34,9 @@ const MODULES: [(&str, u64, u64); 7] = [
     ("nvidia,p3834-0008", 131_072, 125_772),
 ];
 
-/// An image may differ by this without anything to mend; our choice.
+/// Tolerated difference between images without a finding. Our choice.
 const CARVE_OUT_TOLERANCE: Bytes = Bytes::from_mib(64);
-/// The area of a stock Orin image.
+/// CMA area of a stock Orin image.
 const CMA_STOCK: Bytes = Bytes::from_mib(256);
 /// Our choice: a quarter is worth a warning; `nvzramconfig` takes half.
 const ZRAM_LARGE_PER_MILLE: u32 = 250;

@@ -55,7 +55,7 @@ impl Release {
     }
 }
 
-/// JetPack 4 to 7, by the release notes of each.
+/// JetPack 4 to 7, from their release notes.
 const RELEASES: [Release; 5] = [
     Release {
         major: 32,
@@ -135,7 +135,7 @@ fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// The software of a Jetson, each part with the version for its L4T; empty elsewhere.
+/// Returns the software of a Jetson, each component with the expected version for its L4T; empty elsewhere.
 pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
     let Some(l4t) = facts.board.l4t else {
         return Vec::new();
@@ -145,7 +145,7 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         name: "L4T",
         found: Some(l4t.to_string()),
         expected: release.map(|release| format!("JetPack {}", release.jetpack)),
-        // A known fault of it is a separate finding.
+        // A known fault of the release is a separate finding.
         belongs: release.is_some().then_some(true),
     }];
     let Some(release) = release else {
@@ -179,12 +179,12 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
             .packages
             .iter()
             .filter(|(installed, _)| installed.starts_with(package));
-        // Of several packages the first that does not belong here, if there is one.
+        // Of several packages, the first that does not match, if any.
         let belongs = |version: &&String| expected.iter().any(|expected| starts(version, expected));
         let found = installed.map(|(_, version)| version).min_by_key(belongs);
         versions.push(Version::judged(name, found.cloned(), expected, starts));
     }
-    // Without the list of packages, a package that is not found may be installed.
+    // Without the list of packages, absence is not proven.
     let lists_packages = facts.root.var("lib/dpkg/status").is_file();
     versions
         .retain(|version| version.found.is_some() || (lists_packages && version.name != "kernel"));
@@ -215,7 +215,7 @@ impl Version {
     }
 }
 
-/// The part of this name, where it does not belong to the board's L4T.
+/// Reports the component of this name if its version does not match the board's L4T.
 fn misfit(facts: &Facts<'_>, name: &str, remedy: &'static str) -> Option<Found> {
     let version = versions(facts)
         .into_iter()
@@ -251,7 +251,7 @@ fn cgroup_memory(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// Boards may start with `cgroup_disable=memory`, and slices may not hand a controller on.
+/// Reports missing controllers: boards may boot with `cgroup_disable=memory`, and slices may not delegate a controller.
 fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
     let listed = facts.sys("fs/cgroup/cgroup.controllers")?;
     let listed: Vec<&str> = listed.split_whitespace().collect();
@@ -291,7 +291,7 @@ fn rights(facts: &Facts<'_>) -> Option<Found> {
 
 const CAP_SYSLOG: u32 = 34;
 
-/// Settings of the unit, or of a file beside it, that take something from the daemon.
+/// Reports settings of the unit and its drop-ins that deprive the daemon of rights.
 fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
     let files = facts.unit_files();
     let mut set = std::collections::BTreeMap::new();
@@ -315,7 +315,7 @@ fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// A setting, its harmless values, and the effect of others.
+/// Setting, its harmless values, and the effect of others.
 const SANDBOX: [(&str, &[&str], &str); 7] = [
     (
         "PrivateDevices",

@@ -7,7 +7,7 @@ use super::{
     words::{Allocator, Said, quotes},
 };
 
-/// Files of a folder of captures, with their text, in their order.
+/// Reads the files of a folder of captures, sorted by name.
 fn captures(folder: &str) -> Vec<(String, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/fixtures/jetson")
@@ -30,7 +30,7 @@ fn the_last_words_of_each_program_name_the_allocator_that_refused() {
             "cudarc_driver_error.RECONSTRUCTED.txt",
             Some(Allocator::Cuda),
         ),
-        // A table of codes, checked below.
+        // Table of codes, checked below.
         ("exit_codes.tsv", None),
         ("ggml_cuda_lines.txt", Some(Allocator::Cuda)),
         ("ggml_vmm_pool_lines.txt", Some(Allocator::Cuda)),
@@ -44,7 +44,7 @@ fn the_last_words_of_each_program_name_the_allocator_that_refused() {
         ("nvmap_error_lines.txt", Some(Allocator::NvMap)),
         ("ollama_cublas_resource_lines.txt", Some(Allocator::Cuda)),
         ("pytorch_nvml_assert_orin.txt", Some(Allocator::Cuda)),
-        // How much is used at a stage: no failure.
+        // Usage at one stage, not a failure.
         ("tensorrt_memusage_edge-llm-99.txt", None),
     ];
     let found = captures("errors");
@@ -56,7 +56,7 @@ fn the_last_words_of_each_program_name_the_allocator_that_refused() {
     );
     for ((name, text), (_, allocator)) in found.iter().zip(expected) {
         let lines: Vec<String> = text.lines().map(str::to_owned).collect();
-        // Each line has been the last one for a moment, and a program may end there.
+        // A program may end after any line, so each prefix is a possible output.
         let found: Vec<_> = (1..=lines.len())
             .flat_map(|last| quotes(&lines[..last]))
             .collect();
@@ -105,10 +105,10 @@ fn a_code_of_nvmap_is_that_of_its_allocation() {
 
 #[test]
 fn each_record_of_the_kernel_log_names_its_process() {
-    /// A file, and the number and name of each process that was killed, and whether for the limit of its control group.
+    /// File, then for each killed process its id, its name, and whether the limit of its control group was the cause.
     type Expected = (&'static str, &'static [(u32, &'static str, bool)]);
     let expected: [Expected; 6] = [
-        // Its author has cut the process id away.
+        // The process id is missing from the report.
         ("oom_global_drive-thor_truncated.txt", &[]),
         (
             "oom_global_orin-nx-16g.RECONSTRUCTED.txt",
@@ -138,7 +138,7 @@ fn each_record_of_the_kernel_log_names_its_process() {
         ),
     ];
     let mut found = captures("dmesg");
-    // Lines of systemd's journal, and none of the kernel.
+    // Lines of systemd's journal, not of the kernel.
     let (systemd, text) = found.pop().unwrap();
     assert_eq!(systemd, "systemd_unit_oom_lines.RECONSTRUCTED.txt");
     assert!(text.lines().all(|line| kernel_log::parse(line).is_none()));

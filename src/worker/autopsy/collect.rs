@@ -1,6 +1,6 @@
 //! Collection of evidence before the start and after the end.
 //!
-//! Nothing here waits. Evidence that cannot be read stays unknown.
+//! Evidence that cannot be read stays unknown.
 
 use std::{
     ffi::OsStr,
@@ -25,38 +25,38 @@ use cotenant_probe::{
 use cotenant_units::Bytes;
 use cotenant_units::lock::locked;
 
-/// State at one start, to be compared at its end.
+/// State before one start, for comparison at the end.
 #[derive(Debug)]
 pub(crate) struct Life {
     roots: ProbeRoot,
     log: KernelLog,
     before: Counters,
-    /// The group of `before`, where its files can be seen.
+    /// Group of `before`, if its files are visible.
     group: Option<Cgroup>,
     available: Option<Bytes>,
-    /// Our own resident memory. The kernel counts it as the child's until the child executes its program (`fork`, then
-    /// `exec_mmap`), so a peak below it proves nothing.
+    /// Resident memory of the supervisor. The kernel counts it as the child's until the child executes its program
+    /// (`fork`, then `exec_mmap`), so a peak below it proves nothing.
     inherited: Option<Bytes>,
 }
 
-/// Evidence gathered so far.
+/// Locks the evidence gathered so far.
 pub(super) fn held(found: &Mutex<Gathered>) -> MutexGuard<'_, Gathered> {
     locked(found)
 }
 
-/// Further evidence to collect.
+/// Optional evidence to collect.
 #[derive(Debug, Default)]
 pub(super) struct Questions {
-    /// Whether to look for processes that may have killed it.
+    /// Whether to list processes that may have killed it.
     pub(super) killers: bool,
-    /// A library that it misses, and further folders where another version may be.
+    /// A missing library, and additional folders to search for other versions.
     pub(super) library: Option<(String, Vec<PathBuf>)>,
-    /// The program, when it may not have been executable.
+    /// The program, if it may not be executable.
     pub(super) program: Option<PathBuf>,
 }
 
 impl Life {
-    /// To be called before the process is there.
+    /// Records the state; call it before the process exists.
     pub(crate) fn before_start(roots: &ProbeRoot) -> Self {
         Self {
             log: KernelLog::from_now(&roots.dev.join("kmsg")),
@@ -71,14 +71,14 @@ impl Life {
         }
     }
 
-    /// To be called when the process is there and in its group, and again whenever it may have changed its group.
+    /// Records the group of the process; call it once the process is in its group, and whenever it may have moved.
     pub(crate) fn look_at_group(&mut self, pid: u32) {
         let (path, own) = (
             cgroup::path_of(&self.roots, &pid.to_string()),
             cgroup::path_of(&self.roots, "self"),
         );
         let known = self.before.group.as_ref().map(|group| &group.path);
-        // A group that is also ours proves nothing about the worker.
+        // A group shared with the supervisor proves nothing about the worker.
         if path != own
             && path.as_ref() != known
             && let Some(path) = path
@@ -89,8 +89,8 @@ impl Life {
         }
     }
 
-    /// All evidence at the end; the process has ended and is not reaped yet. Each item is stored in `found` as soon as
-    /// it is known, evidence suggested by the output first, so that a caller whose time is up has the items so far.
+    /// Gathers evidence after the process has ended and before it is reaped. Each item is stored in `found` as soon as
+    /// it is known, in order of relevance to the output, so that a caller that times out has the items so far.
     pub(super) fn gather(
         mut self,
         pid: u32,
@@ -115,7 +115,7 @@ impl Life {
         note(&mut |found| found.unfit_program.clone_from(&unfit_program));
         let after = || Counters {
             machine_kills: machine_kills(&proc),
-            // Version 1 does not tell the group of a process that has ended.
+            // Version 1 does not report the group of an ended process.
             group: self
                 .before
                 .group
@@ -126,8 +126,7 @@ impl Life {
         let mut log = self.log.read(deadline);
         let mut counters = after();
         let rose = |counters: &Counters| counters != &self.before;
-        // The line is written just after the counter and the signal, on another processor: look again, but not for
-        // long.
+        // The kernel writes the line just after the counter and the signal, on another processor: retry briefly.
         for _ in 0..LOG_LOOKS {
             if !log.records.is_empty() || log.unreadable.is_some() || !rose(&counters) {
                 break;
@@ -140,8 +139,8 @@ impl Life {
             .map(|comm| comm.trim_end().to_owned())
             .unwrap_or_default();
         let is_global = names_are_global(&proc);
-        // The kernel's evidence counts together or not at all: counters without their earlier values, or a log whose
-        // process numbers are unknown, would suggest events that did not happen.
+        // Kernel evidence counts only as a whole: counters without earlier values, or a log with unknown process
+        // numbers, would suggest events that did not happen.
         note(&mut |found| {
             found.log = std::mem::take(&mut log);
             (found.before, found.after) = (self.before.clone(), std::mem::take(&mut counters));
@@ -154,7 +153,7 @@ impl Life {
         let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory"))
             .is_ok_and(|mode| mode.trim() == "2");
         let l4t_fault = Board::read(&self.roots).l4t.and_then(L4tRelease::warning);
-        // Read before it is noted, as everything: a caller whose time is up takes the lock.
+        // Reading precedes locking, as everywhere here: a caller that times out takes the lock.
         let available = available(&proc);
         note(&mut |found| {
             found.limits = limits.clone();
@@ -173,7 +172,7 @@ impl Life {
     }
 }
 
-/// `MemAvailable` now.
+/// Reads `MemAvailable`.
 pub(crate) fn available(proc: &Path) -> Option<Bytes> {
     let text = fs::read_to_string(proc.join("meminfo")).ok()?;
     let value = text
@@ -192,14 +191,13 @@ fn machine_kills(proc: &Path) -> Option<u64> {
         .ok()
 }
 
-/// Whether process numbers here equal those in the kernel's log: only in the initial namespace.
+/// Returns whether process ids equal those in the kernel's log, which holds only in the initial namespace.
 fn names_are_global(proc: &Path) -> bool {
     // `PROC_PID_INIT_INO` of the kernel, 0xEFFFFFFC.
     fs::read_link(proc.join("self/ns/pid"))
         .is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
 }
 
-/// Counters of a group, as far as it can be seen.
 fn group_counters(path: String, group: Option<&Cgroup>) -> GroupCounters {
     let memory = group.map(Cgroup::memory).unwrap_or_default();
     GroupCounters {
@@ -210,7 +208,7 @@ fn group_counters(path: String, group: Option<&Cgroup>) -> GroupCounters {
     }
 }
 
-/// `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
+/// Parses `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
 fn limits(proc: &Path, pid: u32) -> Limits {
     let text = fs::read_to_string(proc.join(pid.to_string()).join("limits")).unwrap_or_default();
     let mut limits = Limits::default();
@@ -232,8 +230,7 @@ fn limits(proc: &Path, pid: u32) -> Limits {
     limits
 }
 
-/// The most that a process that has ended held resident, and its processor time, with those of its children that it
-/// waited for.
+/// Returns the peak resident memory and the processor time of an ended process, including children that it waited for.
 fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
     // SAFETY: all zeroes are a valid `siginfo_t` and a valid `rusage`.
     let (mut info, mut usage): (libc::siginfo_t, libc::rusage) =
@@ -264,7 +261,7 @@ fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
     Some((peak, time(usage.ru_utime)? + time(usage.ru_stime)?))
 }
 
-/// Programs that kill others for memory and run now.
+/// Returns running programs that kill others when memory is short.
 fn killers(proc: &Path) -> Vec<String> {
     let mut found: Vec<String> = processes::all(proc)
         .iter()
@@ -279,7 +276,7 @@ fn killers(proc: &Path) -> Vec<String> {
     found
 }
 
-/// Files of other versions of a library: `libcudart.so.11.0` for `libcudart.so.12`.
+/// Returns files of other versions of a library: `libcudart.so.11.0` for `libcudart.so.12`.
 pub(crate) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
     let Some((stem, _)) = library.split_once(".so") else {
         return Vec::new();
@@ -299,7 +296,7 @@ pub(crate) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> 
     found
 }
 
-/// Reason why a file is no program for this machine; `None` when it looks like one, or cannot be read.
+/// Returns why a file is not executable on this machine; `None` if it seems to be, or cannot be read.
 pub(crate) fn unfit(program: &Path) -> Option<String> {
     let mut head = Vec::new();
     File::open(program)
@@ -334,7 +331,7 @@ pub(crate) fn unfit(program: &Path) -> Option<String> {
     })
 }
 
-/// The processor of an ELF file, in words.
+/// Returns the processor of an ELF file as a word.
 pub(crate) fn machine_name(machine: u16) -> String {
     match machine {
         3 => "x86 (32 bit)".to_owned(),
@@ -352,22 +349,21 @@ pub(crate) const MACHINE_X86_64: u16 = 62;
 /// `EM_AARCH64` of elf.h.
 pub(crate) const MACHINE_AARCH64: u16 = 183;
 
-/// Enough for the head of an ELF file and for `#!`.
+/// Sufficient for the header of an ELF file and for `#!`.
 const HEAD_BYTES: u64 = 64;
 
 /// Width of the first column of `/proc/PID/limits` (`fs/proc/base.c`: `%-25s `).
 const LIMIT_NAME: usize = 26;
 
-/// How long the kernel's log may be read at an end; a full log of 1 MiB takes about 10 ms.
+/// Time limit for reading the kernel's log; a full log of 1 MiB takes about 10 ms.
 const LOG_TIME: Duration = Duration::from_millis(50);
 
-/// How often the log is looked at again when a counter has risen and no line is there yet.
+/// Retries of reading the log when a counter has risen without a line.
 const LOG_LOOKS: u32 = 10;
 
-/// Pause between two looks.
 const LOG_PAUSE: Duration = Duration::from_millis(1);
 
-/// Processes that kill others when memory is short.
+/// Programs that kill others when memory is short.
 const KILLERS: [&str; 6] = [
     "earlyoom",
     "lmkd",
@@ -377,7 +373,7 @@ const KILLERS: [&str; 6] = [
     "systemd-oomd.s",
 ];
 
-/// Folders looked through for other versions of a library, entries of each, and versions that are named.
+/// Limits on folders searched for other versions of a library, on entries of each, and on versions named.
 const FOLDERS_MAX: usize = 16;
 const FILES_MAX: usize = 20_000;
 const VERSIONS_SHOWN: usize = 4;
@@ -425,7 +421,7 @@ mod tests {
         };
         assert_eq!(seen, Some(counted));
 
-        // A container that shows the paths of the host, and at the top of the mount its own group.
+        // A container that shows the host's paths, with its own group at the top of the mount.
         let named = group_of_7(&[
             ("proc/self/cgroup", "4:memory:/docker/0123\n0::/\n"),
             (

@@ -1,8 +1,8 @@
 //! Classification of a death from evidence, as a pure function.
 //!
-//! The kernel's record that names the process comes first, our own intent second, the signal or code third; the
-//! program's output explains only its own actions. Unproven causes are not stated: a SIGKILL without a record is a
-//! SIGKILL of an unknown sender, and a code of 137 is a code.
+//! The kernel's record that names the process takes precedence, then our own intent, then the signal or code; the
+//! program's output explains only its own actions. Unproven causes are not stated: a SIGKILL without a record has an
+//! unknown sender, and 137 is an exit code.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::report::{ExitStatus, Intent, signal_name};
 use cotenant_policy::death::{Confidence, DeathClass, DeathVerdict, Finding};
 use cotenant_units::Bytes;
 
-/// Result of one rule: the class, its certainty, the event as the rest of a sentence, and the remedy.
+/// Result of one rule: class, confidence, event as the rest of a sentence, and remedy.
 struct Ruling {
     class: DeathClass,
     confidence: Confidence,
@@ -54,7 +54,6 @@ impl Ruling {
     }
 }
 
-/// Classifies the death of a process.
 pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
@@ -123,7 +122,7 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
     }
 }
 
-/// A kill by the OOM killer, on the kernel's evidence.
+/// Recognises a kill by the OOM killer, from kernel evidence.
 fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
     let named = evidence
         .found
@@ -138,7 +137,7 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
     if let Some((memcg, record)) = named
         && !evidence.counters_deny_kills(memcg)
     {
-        // A name that differs may have been changed by the program itself; the id was its own all the time.
+        // A different name may have been set by the program itself; the id was its own throughout.
         let same_name =
             evidence.found.comm.is_empty() || cut(&evidence.found.comm) == cut(&record.comm);
         let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
@@ -163,7 +162,7 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
             )
         });
     }
-    // Without the record the group's own counter still shows that one of its few processes was killed.
+    // Without the record, the group's own counter still shows that one of its few processes was killed.
     let blind = evidence.found.log.unreadable.is_some()
         || evidence.found.log.incomplete
         || !evidence.found.pid_is_global;
@@ -184,12 +183,12 @@ fn memcg_oom(evidence: &Evidence, confidence: Confidence) -> Ruling {
     .remedy("give the worker a larger `memory.peak`, or a smaller model or variant")
 }
 
-/// Whether a record is about this process.
+/// Returns whether a record concerns this process.
 fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
     if evidence.found.pid_is_global {
         return record.pid == evidence.pid;
     }
-    // Numbers mean others here. A record of our own group, with its name, is about it as far as can be known.
+    // Ids differ from those in the log. A record of our own group with its name is the best available match.
     let own_group = evidence.group().map(|group| group.path.as_str());
     let task_group = match &record.kind {
         RecordKind::Oom { task_group, .. } => task_group.as_deref(),
@@ -202,14 +201,14 @@ fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
             .is_some_and(|(own, reported)| reported.ends_with(own) && own != "/")
 }
 
-/// The kernel cuts names to 15 characters.
+/// Truncates a name to 15 characters, like the kernel.
 fn cut(name: &str) -> &str {
     name.char_indices()
         .nth(15)
         .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
 }
 
-/// An end that we requested; `None` when it ended for another reason meanwhile.
+/// Recognises a requested end; `None` if it ended for another reason before.
 fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     let ours = match status {
         ExitStatus::Code(_) | ExitStatus::Unknown => true,
@@ -330,7 +329,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     let blind = evidence.found.log.unreadable.is_some() || evidence.found.log.incomplete;
     let doubt = match evidence.machine_kills() {
         _ if !blind || name != "SIGKILL" => "",
-        // The counter is the kernel's word that it killed no process for memory.
+        // The counter proves that the kernel killed no process for memory.
         Some(0) => "",
         Some(_) => {
             "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"
@@ -358,7 +357,7 @@ fn spent_its_time(evidence: &Evidence) -> bool {
         .is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
 }
 
-/// Limits of processor time are a few years at most; beyond that they do not matter.
+/// Processor time limits of more than a century saturate.
 fn seconds(limit: u64) -> f64 {
     f64::from(u32::try_from(limit).unwrap_or(u32::MAX))
 }
@@ -422,7 +421,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
              when its standard input is closed",
         );
     }
-    // The latest line was nearest to the end. A line that is no runtime's own message decides nothing.
+    // The latest line is closest to the end. Only a final message of a runtime counts.
     for quote in words.iter().filter(|quote| quote.is_final) {
         match &quote.said {
             Said::Allocation(_) => {
@@ -433,7 +432,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
                 return missing_library(evidence, code, library, quote);
             }
             Said::UnfitLibrary => return unfit_library(evidence, code, quote),
-            // A program continues without locked memory unless it reports an end in the same words.
+            // A program continues without locked memory, unless its final message says otherwise.
             Said::Lock | Said::Assertion => {}
         }
     }
@@ -499,7 +498,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
         );
         let remedy =
             format!("raise or remove the limit `{name}`; it counts address space, not memory");
-        // Its words alone keep no worker down: the kernel has counted nearly as much, or another start may go well.
+        // Output alone must not disable a worker: unless the kernel counted nearly as much, another start may succeed.
         return if evidence.had_come_near(limit) {
             Ruling::likely(DeathClass::RlimitMemory, refused)
                 .remedy(remedy)
@@ -519,7 +518,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     };
     Ruling::new(
         DeathClass::AllocationFailed,
-        // nvmap fails without a word in the kernel's log, so its own last lines are all there is.
+        // nvmap leaves no trace in the kernel's log, so these lines are the only evidence.
         if allocator == Allocator::Host { Confidence::Likely } else { Confidence::Low },
         format!("{how}: {by}{size} {free}; the kernel killed no process for it (`{}`)", quote.line),
     )
@@ -536,7 +535,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     })
 }
 
-/// By its output only. Libraries try CUDA and continue without it, so the next start is not ruled out.
+/// Based on output only. Libraries try CUDA and continue without it, so the next start may succeed.
 fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::likely(
         DeathClass::CudaMismatch,
@@ -548,10 +547,10 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
     .remedy("use a build for the CUDA version of this driver; `cotenant check` shows both")
 }
 
-/// Whether the dynamic loader ended the process, so that the next start ends in the same way. Any other code is the
-/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before
-/// its first instruction, so the program was never ready, the loader's message is the last line, and little CPU time
-/// was used.
+/// Returns whether the dynamic loader ended the process, so that the next start would end alike. Any other exit is the
+/// program's own: it ran, and a library that it tried to load may have been optional. The loader fails before the
+/// program's first instruction, so the program was never ready, the loader's message is the last line, and little CPU
+/// time was used.
 fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
     let is_last = evidence
         .recent_lines()
@@ -573,7 +572,7 @@ fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
         LOADER_EXIT => LOADER
             .iter()
             .any(|(start, rest)| message.starts_with(start) && message.contains(rest)),
-        // glibc returns 1 instead of 127 where a version is missing, and names the program before and after it.
+        // If a version is missing, glibc returns 1 instead of 127, and names the program before and after it.
         1 => message
             .rsplit_once(" not found (required by ")
             .is_some_and(|(_, by)| by.trim_end() == format!("{program})")),
@@ -601,7 +600,7 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
     if !loader_refused(evidence, code, quote) {
         return Ruling::new(
             DeathClass::MissingLibrary,
-            // It ran without the library until now, so the line need not be about its end.
+            // It ran without the library until now, so the line may be unrelated to its end.
             if evidence.was_ready {
                 Confidence::Low
             } else {
@@ -635,7 +634,7 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
     .lasting()
 }
 
-/// A record of a kill for memory in its group that is about another process.
+/// Returns a record of a kill for memory of another process in its group.
 fn child_killed(evidence: &Evidence) -> Option<&KernelRecord> {
     let own = evidence.group()?.path.as_str();
     evidence
@@ -672,7 +671,7 @@ fn own_record<'a>(evidence: &'a Evidence, kind: &RecordKind) -> Option<&'a Kerne
     }
     records()
         .find(|record| record.pid == evidence.pid)
-        // Faults name the thread, whose number may be another one.
+        // Fault records name the thread, whose id may differ.
         .or_else(|| {
             records().find(|record| {
                 cut(&record.comm) == cut(&evidence.found.comm) && !evidence.found.comm.is_empty()
@@ -791,7 +790,8 @@ fn core(evidence: &Evidence) -> &'static str {
     }
 }
 
-/// The line that best explains the end of a program: the last one that mentions an error, else the last one.
+/// Returns the line most likely to explain the end of a program: the last one that mentions an error, else the last
+/// one.
 fn last_words(lines: &[String]) -> Option<String> {
     let error = lines
         .iter()
@@ -801,7 +801,7 @@ fn last_words(lines: &[String]) -> Option<String> {
     (!line.is_empty()).then(|| line.chars().take(LAST_WORDS_MAX).collect())
 }
 
-/// Libraries whose major version is that of CUDA, or that are built for one of it.
+/// Libraries with CUDA's major version, or built for one.
 const CUDA_LIBRARIES: [&str; 8] = [
     "libcudart.so",
     "libcublas.so",
@@ -817,19 +817,18 @@ const CUDA_LIBRARIES: [&str; 8] = [
 const LARGEST_FIRST: &str =
     "start the largest first and let smaller ones follow, or allocate in smaller pieces";
 
-/// Characters of a worker's last words that go into its sentence; all of them are in the log.
+/// Length of a worker's last words in its sentence; the log has them in full.
 const LAST_WORDS_MAX: usize = 160;
 
-/// Lines of its output that are quoted as evidence.
 const QUOTES_SHOWN: usize = 4;
 
-/// The kernel looks at processor time with each tick, and ours is read in whole clock ticks.
+/// The kernel samples processor time per tick, and it is read in whole clock ticks.
 const CPU_SLACK_S: f64 = 0.1;
 
-/// Most processor time of a program that the loader ended, with that of a script that started it (our choice).
+/// Most processor time of a program ended by the loader, including a script that started it (our choice).
 const LOADER_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Exit code of the dynamic loader when a library is missing (glibc), and of shells that find no program.
+/// Exit code of the dynamic loader if a library is missing (glibc), and of shells if no program is found.
 const LOADER_EXIT: i32 = 127;
 
 #[cfg(test)]

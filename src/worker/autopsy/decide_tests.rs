@@ -37,7 +37,8 @@ fn group(kills: u64) -> Counters {
     }
 }
 
-/// A worker that ended in some way on a machine on which all can be read and nothing else happened.
+/// Returns evidence of a worker that ended this way on a machine where everything is readable and nothing else
+/// happened.
 fn evidence(status: ExitStatus) -> Evidence {
     let machine = Counters {
         machine_kills: Some(0),
@@ -83,7 +84,7 @@ fn logged(lines: &[&str]) -> KernelLogTail {
     }
 }
 
-/// A record of the kernel, and the counter that the kernel raises with it.
+/// Adds a kernel record, and increments the counter as the kernel would.
 fn recorded(evidence: &mut Evidence, record: &str) {
     evidence.found.log = logged(&[record]);
     evidence.found.after.machine_kills = Some(1);
@@ -152,14 +153,14 @@ fn a_record_that_the_counters_deny_proves_nothing() {
         let verdict = with(killed(9), |evidence| evidence.found.log = logged(&[record]));
         assert_eq!(verdict.class, DeathClass::KilledExternally, "{record}");
     }
-    // The machine killed something, and not in the group of this process.
+    // The machine killed a process outside this group.
     let verdict = with(killed(9), |evidence| {
         (evidence.found.before, evidence.found.after) = (group(0), group(0));
         evidence.found.after.machine_kills = Some(1);
         evidence.found.log = logged(&[MEMCG]);
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
-    // Without counters a record is likely and not certain.
+    // Without counters, a record is likely but not certain.
     let verdict = with(killed(9), |evidence| {
         evidence.found.after = Counters::default();
         evidence.found.log = logged(&[MEMCG]);
@@ -180,7 +181,7 @@ fn a_line_from_long_before_the_end_explains_nothing() {
     assert_eq!(verdict.class, DeathClass::ExitCode);
     assert!(!verdict.needs_operator);
     assert!(!verdict.sentence.contains("libfoo"), "{}", verdict.sentence);
-    // A worker that ran without the library until now is started again.
+    // A worker that ran without the library until now is restarted.
     let verdict = said(
         ExitStatus::Code(1),
         &[
@@ -229,7 +230,7 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
             .contains("was killed by SIGKILL, sender unknown")
     );
 
-    // A record of another process's death, and a counter that rose for it.
+    // A record of another process's death, and a counter incremented for it.
     let verdict = with(killed(9), |evidence| {
         evidence.found.log = logged(&[&GLOBAL.replace("341226", "7")]);
         evidence.found.after.machine_kills = Some(1);
@@ -261,7 +262,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
             .any(|found| found.text.contains("Operation not permitted"))
     );
 
-    // The group's own counter is the kernel's word too, if a weaker one.
+    // The group's own counter is kernel evidence too, though weaker.
     let verdict = with(killed(9), |evidence| {
         unreadable(evidence);
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
@@ -270,7 +271,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
         (verdict.class, verdict.confidence),
         (DeathClass::MemcgOom, Confidence::Likely)
     );
-    // With a log that can be read and names another process, the counter counted that one.
+    // If the log is readable and names another process, the counter refers to that one.
     let verdict = with(killed(9), |evidence| {
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
         evidence.found.log = logged(&[&MEMCG.replace("341226", "341227")]);
@@ -280,7 +281,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
 
 #[test]
 fn numbers_of_another_namespace_are_not_compared() {
-    // The number is the same by chance.
+    // The id is the same by chance.
     let verdict = with(killed(9), |evidence| {
         evidence.found.pid_is_global = false;
         evidence.found.log = logged(&[GLOBAL]);
@@ -322,7 +323,7 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
 
 #[test]
 fn a_code_of_137_is_a_code() {
-    // A process grew from 5 to 13.4 GB by its allocator, and something returned 137 for it.
+    // A process's allocator grew from 5 to 13.4 GB, and something returned 137 for it.
     let verdict = said(ExitStatus::Code(137), &["allocating", "Killed"]);
     assert_eq!(
         (verdict.class, verdict.confidence),
@@ -372,7 +373,7 @@ fn our_own_hand_is_named_with_its_reason() {
         (killed(6), Intent::Hung, false, DeathClass::Hang),
         (killed(9), Intent::Hung, true, DeathClass::Hang),
         (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
-        // It died for another reason while the request was pending.
+        // It ended for another reason while the request was pending.
         (
             killed(11),
             Intent::Stop,
@@ -451,7 +452,7 @@ fn processor_time_that_is_used_up_explains_a_kill() {
 #[test]
 fn refused_allocations_with_memory_free_are_no_kill() {
     for (status, lines, confidence) in [
-        // Drive Thor: 115 GB free.
+        // Drive Thor with 115 GB free.
         (
             killed(6),
             vec![
@@ -497,7 +498,7 @@ fn refused_allocations_with_memory_free_are_no_kill() {
         "{}",
         verdict.sentence
     );
-    // A release of a Jetson is named on a board that has it alone.
+    // A known fault of an L4T release is mentioned only on a board with that release.
     let remedy = |release: Option<&str>| {
         let release = release.and_then(|text| L4tRelease::parse(text.as_bytes()));
         let verdict = with(ExitStatus::Code(1), |evidence| {
@@ -513,7 +514,7 @@ fn refused_allocations_with_memory_free_are_no_kill() {
     assert!(faulty.contains("L4T 36.4.7 refuses"), "{faulty}");
 }
 
-/// Outputs of real programs under a limit of address space of 256 MiB, with their exit status: Python 3.11, `NumPy` 2,
+/// Outputs of real programs under an address space limit of 256 MiB, with their exit status: Python 3.11, `NumPy` 2,
 /// C++ with libstdc++, C with `perror`, Rust 1.95.
 const REFUSED: [(&[&str], ExitStatus); 5] = [
     (
@@ -563,7 +564,7 @@ const REFUSED: [(&[&str], ExitStatus); 5] = [
     ),
 ];
 
-/// The end of a worker with a limit of address space of 256 MiB that has come so far.
+/// Returns the verdict on a worker with an address space limit of 256 MiB and this peak.
 fn limited(lines: &[&str], status: ExitStatus, peak: Option<Bytes>) -> DeathVerdict {
     with(status, |evidence| {
         evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
@@ -592,7 +593,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
             "{}",
             verdict.sentence
         );
-        // The kernel counted little, or nothing that differs from our own: the next start may go well.
+        // The kernel counted little, or no more than the supervisor's own memory: the next start may succeed.
         for peak in [None, Some(Bytes::from_kib(4400))] {
             let verdict = limited(lines, status, peak);
             let found = (verdict.class, verdict.confidence, verdict.needs_operator);
@@ -603,7 +604,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
             );
         }
     }
-    // The limit does not bound the GPU's allocator.
+    // The limit does not apply to the GPU's allocator.
     let cuda = limited(
         &["CUDA error: out of memory"],
         ExitStatus::Code(1),
@@ -615,8 +616,8 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
     );
 }
 
-/// Transcripts, log lines about other processes, and words that are not in the form of a runtime's message decide
-/// nothing, however near the worker came to its limit.
+/// Transcripts, log lines about other processes, and words not in the form of a runtime's message decide nothing, even
+/// for a worker close to its limit.
 #[test]
 fn a_programs_own_words_decide_nothing() {
     let abort = ExitStatus::Signal {
@@ -670,7 +671,7 @@ fn a_programs_own_words_decide_nothing() {
             }
         }
     }
-    // An exception with text from a user is still an exception.
+    // An exception that quotes a user's text is still an exception.
     let lines = [
         "Traceback (most recent call last):",
         "  File \"a.py\", line 1",
@@ -684,7 +685,7 @@ fn a_programs_own_words_decide_nothing() {
 }
 
 proptest! {
-    /// Without the form of a runtime's message and the kernel's figures no end keeps a worker down that was ready.
+    /// Without a runtime's message and the kernel's figures, no end disables a worker that was ready.
     #[test]
     fn no_transcript_keeps_a_worker_down(
         text in "[ -~]{0,40}(out of memory|MemoryError|std::bad_alloc|mlock failed|: cannot open shared object file|undefined symbol:)[ -~]{0,20}",
@@ -724,7 +725,8 @@ fn libraries_that_are_missing_or_of_another_cuda_are_reported_apart() {
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
 }
 
-/// A slow start, a warning about something optional, and an end of another cause: only the loader's own end is lasting.
+/// A slow start, a warning about an optional component, and an end for another cause: only the loader's own failure is
+/// permanent.
 #[test]
 fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it() {
     const OPTIONAL: &str =
@@ -837,14 +839,14 @@ fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it()
             "code {code}: {lines:?}"
         );
     }
-    // It computed for longer than the loader does: it ran.
+    // It used more CPU time than the loader does, so it ran.
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![LOADER.to_owned()];
         evidence.was_ready = false;
         evidence.found.cpu_time = Some(Duration::from_secs(60));
     });
     assert!(!verdict.needs_operator, "{}", verdict.sentence);
-    // Files of another CUDA beside a program that went on prove nothing either.
+    // Files of another CUDA version do not explain the end of a program that continued without them.
     let verdict = with(ExitStatus::Code(1), |evidence| {
         evidence.lines = vec![LOADER.replace("libvosk.so", "libcudart.so.12")];
         evidence.found.other_versions = vec!["libcudart.so.11.0".to_owned()];
@@ -913,7 +915,7 @@ fn statuses() -> impl Strategy<Value = ExitStatus> {
 }
 
 proptest! {
-    /// Only the kernel's evidence makes an end a kill for memory, for any output and exit status.
+    /// For any output and exit status, only kernel evidence leads to an out-of-memory class.
     #[test]
     fn nothing_but_the_kernel_says_out_of_memory(
         status in statuses(),
@@ -931,7 +933,7 @@ proptest! {
         prop_assert!(!is_oom(verdict.class), "{}", verdict.sentence);
     }
 
-    /// A record that names the process makes every SIGKILL a kill for memory, and no other end.
+    /// A record that names the process explains every SIGKILL, and no other end.
     #[test]
     fn a_record_that_names_it_explains_sigkill_alone(status in statuses()) {
         let verdict = with(status, |evidence| recorded(evidence, GLOBAL));

@@ -6,7 +6,7 @@ use super::kernel_log::KernelLogTail;
 use crate::report::{ExitStatus, Intent};
 use cotenant_units::Bytes;
 
-/// Everything that is known of the end of one process.
+/// All evidence about the end of one process.
 #[derive(Clone, Debug)]
 pub(super) struct Evidence {
     pub(super) worker: String,
@@ -14,23 +14,21 @@ pub(super) struct Evidence {
     pub(super) status: ExitStatus,
     pub(super) asked: Option<Asked>,
     pub(super) found: Gathered,
-    /// `MemAvailable` when it was last measured alive, or at its start.
+    /// `MemAvailable` at its last measurement alive, or at its start.
     pub(super) available: Option<Bytes>,
-    /// Its last lines.
     pub(super) lines: Vec<String>,
-    /// So many of them it wrote within [`RECENT`] of its end.
+    /// Number of last lines written within [`RECENT`] of its end.
     pub(super) recent: usize,
     pub(super) lived: Duration,
     pub(super) was_ready: bool,
 }
 
-/// Evidence gathered at the end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathered {
-    /// As the kernel has it, at most 15 characters; empty when it was not read in time.
+    /// Name as known to the kernel, at most 15 characters; empty if not read in time.
     pub(super) comm: String,
     pub(super) log: KernelLogTail,
-    /// Whether its pid is also the number in the kernel's log.
+    /// Whether its id equals that in the kernel's log.
     pub(super) pid_is_global: bool,
     pub(super) before: Counters,
     pub(super) after: Counters,
@@ -39,56 +37,53 @@ pub(super) struct Gathered {
     pub(super) peak_resident: Option<Bytes>,
     pub(super) available_before: Option<Bytes>,
     pub(super) available: Option<Bytes>,
-    /// Programs that kill others for memory and run here.
+    /// Running programs that kill others when memory is short.
     pub(super) killers: Vec<String>,
-    /// For a library that it misses: files of another version that are there.
+    /// For a missing library: files of other versions.
     pub(super) other_versions: Vec<String>,
     /// Reason why the kernel would not execute the program's file.
     pub(super) unfit_program: Option<String>,
     /// Whether the kernel refuses to overcommit (`vm.overcommit_memory` is 2).
     pub(super) strict_overcommit: bool,
-    /// Known fault of the board's L4T release; `None` on any other machine.
+    /// Known fault of the board's L4T release; `None` on other machines.
     pub(super) l4t_fault: Option<&'static str>,
 }
 
-/// Our request to end it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) intent: Intent,
-    /// In words, with figures; empty when not given.
+    /// Reason in words, with figures; may be empty.
     pub(super) why: String,
-    /// Whether SIGKILL was sent too.
+    /// Whether SIGKILL was sent as well.
     pub(super) killed: bool,
 }
 
-/// Counters of the kernel at one time.
+/// Kernel counters at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     /// `oom_kill` of the machine.
     pub(super) machine_kills: Option<u64>,
-    /// The group it is in, when that is not also ours.
+    /// Group of the process, unless shared with the supervisor.
     pub(super) group: Option<GroupCounters>,
 }
 
-/// Counters of a control group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct GroupCounters {
     /// Its path below the mount.
     pub(super) path: String,
-    /// Processes of it that were killed for memory.
+    /// Number of its processes killed for memory.
     pub(super) kills: Option<u64>,
-    /// Times that it ran into its limit.
+    /// Number of times that it reached its limit.
     pub(super) hits: Option<u64>,
-    /// Its limit, when it has one.
     pub(super) limit: Option<Bytes>,
 }
 
-/// Resource limits of the process, the soft ones; only those that are finite.
+/// Finite soft resource limits of the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Limits {
     /// By the name in `/proc/PID/limits`: `Max address space`, in that file's unit.
     pub(super) finite: BTreeMap<String, u64>,
-    /// The hard limit of processor time, s; SIGKILL follows it.
+    /// Hard limit of processor time in seconds; exceeding it causes SIGKILL.
     pub(super) cpu_hard: Option<u64>,
 }
 
@@ -97,7 +92,7 @@ impl Limits {
         self.finite.get(name).copied()
     }
 
-    /// In bytes and seconds, for people. Values common to all processes are omitted.
+    /// Renders the limits in bytes and seconds. Values common to all processes are omitted.
     pub(super) fn lines(&self) -> Vec<String> {
         self.finite
             .iter()
@@ -114,8 +109,8 @@ impl Limits {
     }
 }
 
-/// Greatest age of a line that explains an end. Our choice: programs unload for some seconds after their last error,
-/// and a warning of a minute ago is not their last error.
+/// Greatest age of a line that explains an end. Our choice: programs take some seconds to unload after their last
+/// error, and a warning a minute old is not it.
 pub(super) const RECENT: Duration = Duration::from_secs(10);
 
 pub(super) const ADDRESS_SPACE: &str = "Max address space";
@@ -124,18 +119,18 @@ pub(super) const LOCKED: &str = "Max locked memory";
 pub(super) const CPU_TIME: &str = "Max cpu time";
 
 impl Evidence {
-    /// Lines that it wrote shortly before its end: earlier ones are not about the end.
+    /// Returns lines written shortly before its end; earlier ones are unrelated.
     pub(super) fn recent_lines(&self) -> &[String] {
         let first = self.lines.len().saturating_sub(self.recent);
         self.lines.get(first..).unwrap_or_default()
     }
 
-    /// Whether the kernel's counters show no kill for memory, whatever a record says.
+    /// Returns whether the kernel's counters exclude a kill for memory, despite a record.
     pub(super) fn counters_deny_kills(&self, memcg: bool) -> bool {
         self.machine_kills() == Some(0) || (memcg && self.group_kills() == Some(0))
     }
 
-    /// Processes of its own group that were killed for memory meanwhile; `None` when unknown.
+    /// Returns how many processes of its own group were killed for memory since the start; `None` if unknown.
     pub(super) fn group_kills(&self) -> Option<u64> {
         let after = self
             .found
@@ -154,7 +149,7 @@ impl Evidence {
         Some(after.saturating_sub(before))
     }
 
-    /// How many processes of the machine were killed for memory meanwhile.
+    /// Returns how many processes of the machine were killed for memory since the start.
     pub(super) fn machine_kills(&self) -> Option<u64> {
         Some(
             self.found
@@ -164,8 +159,8 @@ impl Evidence {
         )
     }
 
-    /// Whether at least half of `limit` was resident by the kernel's count. Our choice: a limit of address space also
-    /// counts memory that is reserved and never used, some hundred MiB of stacks and arenas.
+    /// Returns whether the kernel counted at least half of `limit` as resident. Our choice: an address space limit
+    /// includes memory reserved but never used, some hundred MiB of stacks and arenas.
     pub(super) fn had_come_near(&self, limit: Bytes) -> bool {
         self.found
             .peak_resident

@@ -13,8 +13,8 @@ use cotenant_policy::death::{
     Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd,
 };
 
-/// A certificate for a start without a process. `error` is the cause with its chain in words, `source` the kernel's
-/// response to the attempt to execute, or to another call on the way.
+/// Returns a certificate for a failed start. `error` is the cause with its chain in words, `source` the error of
+/// `execve` or of an earlier system call.
 pub(crate) fn not_started(
     worker: &str,
     start: u64,
@@ -88,7 +88,7 @@ pub(crate) fn not_started(
                 .to_owned(),
             true,
         ),
-        // A port or a socket, which may be free next time, or a variable, which may not.
+        // A port or a socket, which may be free next time; unlike a variable.
         None => (
             "its command line could not be built".to_owned(),
             "correct `argv`, `env` or `socket` of the worker".to_owned(),
@@ -120,7 +120,7 @@ pub(crate) fn not_started(
     }
 }
 
-/// Whether the kernel refused a resource that may be available later.
+/// Returns whether the kernel refused a resource that may be available later.
 fn is_for_want(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -128,7 +128,7 @@ fn is_for_want(error: &io::Error) -> bool {
     )
 }
 
-/// Now, as certificates have it.
+/// Returns the time for certificates, µs since 1970.
 pub(super) fn unix_us() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -137,7 +137,7 @@ pub(super) fn unix_us() -> u64 {
         })
 }
 
-/// The file that `program` names, as execvp(3) looks it up.
+/// Returns the file of `program`, found as by execvp(3).
 pub(crate) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Option<PathBuf> {
     if program.is_empty() {
         return None;
@@ -161,7 +161,7 @@ pub(crate) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Opt
         .cloned()
 }
 
-/// The interpreter in the first line of a script, or the dynamic linker of an ELF file.
+/// Returns the interpreter in the first line of a script, or the dynamic linker of an ELF file.
 pub(crate) fn interpreter(program: &Path) -> Option<String> {
     let bytes = read_head(program)?;
     if let Some(line) = bytes.strip_prefix(b"#!") {
@@ -169,7 +169,7 @@ pub(crate) fn interpreter(program: &Path) -> Option<String> {
         let line = String::from_utf8_lossy(line);
         return line.split_ascii_whitespace().next().map(str::to_owned);
     }
-    // The path of the linker stands in the first page in practice, NUL-terminated.
+    // In practice, the first page contains the NUL-terminated path of the linker.
     let at = bytes
         .windows(LINKER.len())
         .position(|window| window == LINKER)?;
@@ -190,10 +190,9 @@ fn read_head(path: &Path) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// In the name of every dynamic linker of Linux: `ld-linux-aarch64.so.1`, `ld-musl-x86_64.so.1`.
+/// Part of the name of every dynamic linker of Linux: `ld-linux-aarch64.so.1`, `ld-musl-x86_64.so.1`.
 const LINKER: &[u8] = b"/ld-";
 
-/// Bytes of a program that are looked at.
 const HEAD_BYTES: u64 = 4096;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Kernel log records during the life of a process.
 //!
-//! `/dev/kmsg` is opened at its end before the start and read, without waiting, after the end. So a record that names
-//! the id of the process concerns this process: no other process had the id in between.
+//! `/dev/kmsg` is opened at its end before the start, and read without blocking after the end. A record with the id of
+//! the process therefore concerns this process: no other process had the id in between.
 
 use std::{
     fs::{File, OpenOptions},
@@ -14,50 +14,48 @@ use std::{
 /// A record that may explain an end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct KernelRecord {
-    /// The process, or one of its threads, as numbered in the initial namespace.
+    /// Id of the process or one of its threads, in the initial namespace.
     pub(super) pid: u32,
     /// Its name, at most 15 characters.
     pub(super) comm: String,
     pub(super) kind: RecordKind,
-    /// As the kernel wrote it.
     pub(super) text: String,
 }
 
-/// Subject of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RecordKind {
-    /// Killed for memory, of the machine or of a control group.
+    /// Killed because memory of the machine or of a control group was exhausted.
     Oom {
         memcg: bool,
-        /// The group that was full, where it is logged.
+        /// The full group, if logged.
         group: Option<String>,
-        /// The group of the process, where it is logged.
+        /// The group of the process, if logged.
         task_group: Option<String>,
     },
     /// A fault raised by the processor.
     Fault,
-    /// It made a system call that is forbidden.
+    /// A forbidden system call.
     Seccomp,
 }
 
-/// Records that could be read from the log.
+/// Records read from the log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct KernelLogTail {
     pub(super) records: Vec<KernelRecord>,
-    /// Records that were overwritten before they could be read, or a reading that was cut short.
+    /// Whether records were overwritten before they could be read, or reading was cut short.
     pub(super) incomplete: bool,
-    /// Why nothing could be read.
+    /// Reason why nothing could be read.
     pub(super) unreadable: Option<String>,
 }
 
-/// The kernel's log from a place on.
+/// Reader of the kernel's log from a position.
 #[derive(Debug)]
 pub(super) struct KernelLog {
     file: Result<File, String>,
 }
 
 impl KernelLog {
-    /// The log from its present end on. `path` is `/dev/kmsg`, or a file to which such lines are added.
+    /// Opens the log at its present end. `path` is `/dev/kmsg`, or a file to which such lines are appended.
     pub(super) fn from_now(path: &Path) -> Self {
         let opened = OpenOptions::new()
             .read(true)
@@ -69,7 +67,7 @@ impl KernelLog {
         }
     }
 
-    /// The records added since, up to a bound. Never waits.
+    /// Reads the records added since, up to a limit, without blocking.
     pub(super) fn read(&mut self, deadline: Instant) -> KernelLogTail {
         let mut tail = KernelLogTail::default();
         let file = match &mut self.file {
@@ -89,7 +87,7 @@ impl KernelLog {
             match file.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(length) => {
-                    // A record comes whole from the kernel; a line of a file may come in two pieces.
+                    // The kernel returns whole records; a line of a file may be read in two pieces.
                     rest.push_str(&String::from_utf8_lossy(
                         buffer.get(..length).unwrap_or_default(),
                     ));
@@ -115,7 +113,7 @@ impl KernelLog {
     }
 }
 
-/// A line of the log, with the head of `/dev/kmsg`, that of `dmesg`, or none; `None` when it explains no end.
+/// Parses a line of the log, with the prefix of `/dev/kmsg` or `dmesg`, or none; `None` if it explains no end.
 pub(super) fn parse(line: &str) -> Option<KernelRecord> {
     let text = text_of(line.trim())?;
     let (pid, comm, kind) = parse_oom(text)
@@ -130,9 +128,9 @@ pub(super) fn parse(line: &str) -> Option<KernelRecord> {
     })
 }
 
-/// The text after the head; `None` for a line that a program wrote to `/dev/kmsg`.
+/// Returns the text after the prefix; `None` for a line written by a program to `/dev/kmsg`.
 ///
-/// The head begins with `facility * 8 + level`. The kernel's own facility is 0, which no line written by a program gets
+/// The prefix begins with `facility * 8 + level`. Facility 0 is the kernel's own; lines of programs never have it
 /// (`devkmsg_write` in Linux's `kernel/printk/printk.c`).
 fn text_of(line: &str) -> Option<&str> {
     let line = match line.split_once(';') {
@@ -163,7 +161,7 @@ fn without_time(line: &str) -> &str {
     }
 }
 
-/// `oom-kill:constraint=CONSTRAINT_MEMCG,…,oom_memcg=/a,task_memcg=/a/b,task=name,pid=7,uid=0`
+/// Parses `oom-kill:constraint=CONSTRAINT_MEMCG,…,oom_memcg=/a,task_memcg=/a/b,task=name,pid=7,uid=0`.
 fn parse_oom(text: &str) -> Option<(u32, &str, RecordKind)> {
     let rest = text.strip_prefix("oom-kill:")?;
     let field = |name: &str| {
@@ -171,7 +169,7 @@ fn parse_oom(text: &str) -> Option<(u32, &str, RecordKind)> {
         value.split(',').next().map(str::to_owned)
     };
     let constraint = field("constraint")?;
-    // The name may contain commas and equal signs; the rest of the line may not.
+    // The name may contain commas and equal signs; the rest of the line does not.
     let (_, task) = rest.rsplit_once(",task=")?;
     let (before_uid, _) = task.rsplit_once(",uid=")?;
     let (comm, pid) = before_uid.rsplit_once(",pid=")?;
@@ -183,8 +181,8 @@ fn parse_oom(text: &str) -> Option<(u32, &str, RecordKind)> {
     Some((pid.parse().ok()?, comm, kind))
 }
 
-/// `Out of memory: Killed process 7 (name) …`, `Memory cgroup out of memory: Killed process 7 (name) …`, and the same
-/// with `Kill process … score …` of older kernels.
+/// Parses `Out of memory: Killed process 7 (name) …`, `Memory cgroup out of memory: Killed process 7 (name) …`, and the
+/// same with `Kill process … score …` of older kernels.
 fn parse_killed(text: &str) -> Option<(u32, &str, RecordKind)> {
     let memcg = text.starts_with("Memory cgroup out of memory: ");
     if !memcg && !text.starts_with("Out of memory") {
@@ -201,7 +199,7 @@ fn parse_killed(text: &str) -> Option<(u32, &str, RecordKind)> {
     Some((pid.parse().ok()?, comm, kind))
 }
 
-/// The name in `(name) total-vm:…`; it may hold parentheses itself.
+/// Returns the name in `(name) total-vm:…`, which may itself contain parentheses.
 fn name_in_parentheses(text: &str) -> Option<&str> {
     let rest = text.strip_prefix('(')?;
     let end = rest
@@ -211,7 +209,7 @@ fn name_in_parentheses(text: &str) -> Option<&str> {
     rest.get(..end)
 }
 
-/// `audit: type=1326 … pid=7 comm="name" … sig=31 … syscall=…`
+/// Parses `audit: type=1326 … pid=7 comm="name" … sig=31 … syscall=…`.
 fn parse_seccomp(text: &str) -> Option<(u32, &str, RecordKind)> {
     let rest = text
         .strip_prefix("audit: ")
@@ -228,7 +226,7 @@ fn parse_seccomp(text: &str) -> Option<(u32, &str, RecordKind)> {
     Some((pid.parse().ok()?, comm, RecordKind::Seccomp))
 }
 
-/// `name[7]: segfault at …`, `traps: name[7] trap invalid opcode …`, `name[7]: unhandled exception: …`
+/// Parses `name[7]: segfault at …`, `traps: name[7] trap invalid opcode …`, `name[7]: unhandled exception: …`.
 fn parse_fault(text: &str) -> Option<(u32, &str, RecordKind)> {
     let text = text.strip_prefix("traps: ").unwrap_or(text);
     let marks = [
@@ -243,19 +241,18 @@ fn parse_fault(text: &str) -> Option<(u32, &str, RecordKind)> {
     Some((pid.parse().ok()?, comm, RecordKind::Fault))
 }
 
-/// Levels of each facility.
 const LEVELS: u64 = 8;
 
 /// Longest record of `/dev/kmsg` (`CONSOLE_EXT_LOG_MAX` of the kernel).
 const RECORD_BYTES_MAX: usize = 8192;
 
-/// Records read for one end. A log of 1 MiB holds about 10 000; one takes 1 µs (measured: 430 in 0.4 ms).
+/// Limit on records read for one end. A log of 1 MiB holds about 10 000, at 1 µs each (measured: 430 in 0.4 ms).
 const READS_MAX: u32 = 16_384;
 
-/// Records kept of one reading: an end is explained by one or two.
+/// Limit on records kept: one or two explain an end.
 const RECORDS_MAX: usize = 64;
 
-/// Characters kept of one record; the longest that explains an end has about 400.
+/// Limit on characters kept of a record; the longest useful one has about 400.
 const TEXT_MAX: usize = 500;
 
 #[cfg(test)]
@@ -279,7 +276,7 @@ mod tests {
 
     #[test]
     fn records_of_a_killed_group_are_read() {
-        // Captured on Linux 5.8; see the samples of the Jetson for the same of 5.15.
+        // Captured on Linux 5.8; the Jetson samples contain the form of 5.15.
         let text = "    oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/ltp_19257,task_memcg=/ltp_19257,task=memcg_process,pid=19289,uid=0\n\
             \x20   Memory cgroup out of memory: Killed process 19289 (memcg_process) total-vm:2676kB, anon-rss:84kB, file-rss:1468kB, shmem-rss:4kB, UID:0 pgtables:40kB oom_score_adj:0\n\
             \x20   oom_reaper: reaped process 19289 (memcg_process), now anon-rss:0kB";

@@ -5,8 +5,8 @@
 //!  counters, kernel log ──►  counters, kernel log, usage, limits, last lines ──► decide() ──► DeathCertificate
 //! ```
 //!
-//! [`collect`] reads; [`decide`] decides and reads nothing. The whole takes a few milliseconds and never more than
-//! [`GATHER_MAX`] and [`LINES_MAX`] together: evidence not read by then is reported as unknown.
+//! [`collect`] performs all reads, [`decide`] none. An autopsy takes a few milliseconds, at most [`GATHER_MAX`] plus
+//! [`LINES_MAX`]: evidence not read by then is reported as unknown.
 
 #[cfg(test)]
 mod captures;
@@ -45,7 +45,7 @@ pub(super) use self::{
     exec::{find_program, interpreter, not_started},
 };
 
-/// A process that has ended and is not reaped yet.
+/// Process that has ended and is not reaped yet.
 #[derive(Debug)]
 pub(super) struct Case {
     pub(super) worker: String,
@@ -64,12 +64,11 @@ pub(super) struct Case {
     pub(super) env: BTreeMap<String, String>,
     pub(super) started_at: Instant,
     pub(super) ready_at: Option<Instant>,
-    /// Whether readiness was observed. A worker that counts as ready on start shows none.
+    /// Whether readiness was observed. A worker that counts as ready on start shows no sign of it.
     pub(super) was_ready: bool,
     pub(super) exited_at: Instant,
 }
 
-/// Writes the certificate of one end.
 pub(super) async fn certify(case: Case) -> DeathCertificate {
     let Case {
         pid,
@@ -78,7 +77,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         status,
         ..
     } = case;
-    // Messages of the program itself are in stderr; stdout may be anything, such as transcripts.
+    // Messages of the program itself are on stderr; stdout may be anything, such as transcripts.
     let lines = if case.stderr.is_empty() {
         case.stdout
     } else {
@@ -115,7 +114,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         let gathering = blocking(move || {
             life.gather(pid, pidfd.as_ref(), &questions, &found);
         });
-        // Missing evidence stays unknown.
+        // On a timeout, missing evidence stays unknown.
         let _ = tokio::time::timeout(GATHER_MAX, gathering).await;
     }
     let mut gathered = std::mem::take(&mut *collect::held(&found));
@@ -191,7 +190,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     }
 }
 
-/// Measurements in the life of one process; the latest are kept.
+/// Latest measurements of one process.
 #[derive(Clone, Debug, Default)]
 pub(super) struct History {
     points: VecDeque<Point>,
@@ -205,7 +204,7 @@ struct Point {
 }
 
 impl History {
-    /// Adds the memory of its tree, and the machine's available memory at that time.
+    /// Adds the memory of its process tree, and the machine's available memory at that time.
     pub(super) fn push(&mut self, used: Bytes, available: Option<Bytes>) {
         if self.points.len() >= HISTORY {
             self.points.pop_front();
@@ -238,7 +237,7 @@ fn missing_library(lines: &[String]) -> Option<String> {
         })
 }
 
-/// Folders of CUDA's libraries: the worker's own path, and those of the distributions and of JetPack.
+/// Returns folders of CUDA libraries: the worker's own path, and those of distributions and JetPack.
 pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
     let own = env
         .get("LD_LIBRARY_PATH")
@@ -257,7 +256,7 @@ fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Default folders of libraries, those of CUDA first.
+/// Default library folders, those of CUDA first.
 const LIBRARY_FOLDERS: [&str; 9] = [
     "/usr/local/cuda/lib64",
     "/usr/local/cuda/targets/aarch64-linux/lib",
@@ -270,18 +269,17 @@ const LIBRARY_FOLDERS: [&str; 9] = [
     "/usr/lib",
 ];
 
-/// How long the machine may take to be read; under thrash even `/proc` is slow.
+/// Time limit for reading the machine's state; under thrashing even `/proc` is slow.
 const GATHER_MAX: Duration = Duration::from_millis(100);
 
-/// How long last lines may take to come out of the pipe, where a child of the worker holds it open.
+/// Time limit for reading the last lines, if a child of the worker holds the pipe open.
 pub(super) const LINES_MAX: Duration = Duration::from_millis(50);
 
-/// Measurements that are kept: half a minute at the pace of the daemon.
+/// Measurements kept: half a minute at the daemon's interval.
 const HISTORY: usize = 32;
 
-/// Lines of output in a certificate.
 const LAST_LINES: usize = 20;
 
-/// A program that ended sooner than this with a code of a shell (2 syntax, 126 not executable, 127 not found) may not
-/// be a program: execvp(3) lets a shell try files that the kernel does not execute.
+/// Runtime below which an exit with a shell's code (2 syntax, 126 not executable, 127 not found) may mean that the file
+/// is not a program: execvp(3) passes files that the kernel does not execute to a shell.
 const PROGRAM_DOUBT: Duration = Duration::from_secs(5);

@@ -1,13 +1,13 @@
-//! Progress of a worker, from its own output.
+//! Loading progress of a worker, from its output.
 
-/// The last `N/M` or `N%` of a line that speaks of loading: `113/2034`, `45%`.
+/// Returns the last `N/M` or `N%` of a line about loading: `113/2034`, `45%`.
 pub(super) fn load_progress<'a>(lines: impl DoubleEndedIterator<Item = &'a str>) -> Option<String> {
     lines.rev().take(LINES_MAX).find_map(of_line)
 }
 
 fn of_line(line: &str) -> Option<String> {
     let lower = line.to_lowercase();
-    // The bar of tqdm has `%|`.
+    // tqdm's bar contains `%|`.
     if !(line.contains("%|") || WORDS.iter().any(|word| lower.contains(word))) {
         return None;
     }
@@ -32,7 +32,6 @@ fn of_line(line: &str) -> Option<String> {
     })
 }
 
-/// Words of lines that tell progress.
 const WORDS: [&str; 8] = [
     "load",
     "weight",
@@ -44,7 +43,6 @@ const WORDS: [&str; 8] = [
     "progress",
 ];
 
-/// Lines looked back.
 const LINES_MAX: usize = 50;
 
 #[cfg(test)]

@@ -1,48 +1,46 @@
 //! Causes of death named in the last lines of a program's output.
 //!
-//! A program's output is evidence of failures in its *own* actions: a refused allocation, a missing library. It never
-//! proves that the kernel killed it for memory, so no text leads to an out-of-memory class. A line that only contains
-//! such words, as a transcript may, is quoted and decides nothing: a class requires the final message of a runtime, in
-//! the form in which that runtime prints it ([`Quote::is_final`]).
+//! Output is evidence of failures of the program's *own* actions: a refused allocation, a missing library. It never
+//! proves a kill by the kernel, so no text leads to an out-of-memory class. A line that merely contains such words,
+//! like a transcript, is quoted but decides nothing: a class requires the final message of a runtime in that runtime's
+//! format ([`Quote::is_final`]).
 
-/// Meaning of a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// An allocation was refused.
     Allocation(Allocator),
     /// A failed assertion, an uncaught exception, a corrupt heap.
     Assertion,
-    /// The CUDA runtime and the driver do not fit.
+    /// The CUDA runtime and the driver are incompatible.
     CudaMismatch,
-    /// A shared library of this name is not there.
+    /// A shared library of this name is missing.
     MissingLibrary { library: String },
     /// Memory could not be locked.
     Lock,
-    /// A shared library is there and does not fit.
+    /// A shared library is present but incompatible.
     UnfitLibrary,
 }
 
 /// Allocator that refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Allocator {
-    /// CUDA or a library on it.
+    /// CUDA, or a library based on it.
     Cuda,
     /// `malloc`, `mmap`, `new`, an interpreter.
     Host,
-    /// The kernel's allocator of a Jetson, below CUDA.
+    /// The kernel's GPU allocator of a Jetson, below CUDA.
     NvMap,
 }
 
-/// A line with its meaning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Quote {
     pub(super) said: Said,
     pub(super) line: String,
-    /// Whether it has the form and position of a runtime's final message.
+    /// Whether it has format and position of a runtime's final message.
     pub(super) is_final: bool,
 }
 
-/// Meanings of the last lines, the latest first.
+/// Returns the lines with a meaning, latest first.
 pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
     let first = lines.len().saturating_sub(LINES_MAX);
     let quoted = lines
@@ -64,8 +62,8 @@ pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
     quoted.collect()
 }
 
-/// Whether a line is a message of a runtime, a driver or the dynamic loader, by its beginning. Log lines begin with the
-/// log's own fields, also those about other processes.
+/// Returns whether a line begins like a message of a runtime, a driver or the dynamic loader. Log lines, including
+/// those about other processes, begin with the log's own fields.
 fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
     if RUNTIMES.iter().any(|(start, rest)| {
         line.strip_prefix(start)
@@ -73,13 +71,13 @@ fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
     }) {
         return true;
     }
-    // The C library's message about the call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate
+    // The C library's message about a call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate
     // memory`.
     let call = line.split([' ', ':', '(']).next().unwrap_or_default();
     if line.ends_with("Cannot allocate memory") && ALLOCATORS.contains(&call) {
         return true;
     }
-    // `PROGRAM: message`, with a program whose name has no blanks.
+    // `PROGRAM: message`, if the program's name contains no blanks.
     let named = line
         .split_once(": ")
         .filter(|(program, _)| !program.contains(char::is_whitespace));
@@ -90,7 +88,7 @@ fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
     }) {
         return true;
     }
-    // `package.KindOfError: message` is an exception that ended a Python program where a traceback stands before it.
+    // `package.KindOfError: message` after a traceback is the exception that ended a Python program.
     let (kind, message) = line.split_once(": ").unwrap_or((line, ""));
     let is_name = kind
         .chars()
@@ -116,12 +114,12 @@ fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
             .is_some_and(|word| word.contains(".so"))
 }
 
-/// A line without its indentation and with a bounded length.
+/// Returns a line without indentation, truncated.
 pub(super) fn shortened(line: &str) -> String {
     line.trim().chars().take(QUOTE_MAX).collect()
 }
 
-/// Size of the failed allocation, if a line has it: the figure as written.
+/// Returns the size of the failed allocation as written, if the line contains it.
 pub(super) fn asked_for(line: &str) -> Option<String> {
     for (mark, unit) in [
         ("allocating ", " MiB"),
@@ -149,7 +147,7 @@ pub(super) fn asked_for(line: &str) -> Option<String> {
 
 fn said(line: &str) -> Option<Said> {
     let has = |marks: &[&str]| marks.iter().any(|mark| line.contains(mark));
-    // A log of another process's death is not this program's own failure.
+    // A log line about another process's death is not this program's own failure.
     if line.contains("Killed process") {
         return None;
     }
@@ -189,8 +187,8 @@ fn said(line: &str) -> Option<Said> {
     has(&ASSERTION).then_some(Said::Assertion)
 }
 
-/// Messages of the CUDA runtime, the driver and PyTorch when versions do not fit (NVIDIA, errors 35, 209, 222, 803 and
-/// 804 of the runtime; `torch/cuda/__init__.py`).
+/// Messages of the CUDA runtime, the driver and PyTorch about incompatible versions (NVIDIA, errors 35, 209, 222, 803
+/// and 804 of the runtime; `torch/cuda/__init__.py`).
 const CUDA_MISMATCH: [&str; 12] = [
     "CUDA driver version is insufficient for CUDA runtime version",
     "forward compatibility was attempted on non supported HW",
@@ -206,7 +204,7 @@ const CUDA_MISMATCH: [&str; 12] = [
     "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
 ];
 
-/// Messages of ggml, CUDA, cuBLAS, PyTorch on Tegra (an assertion in place of its out-of-memory error), cudarc, MatX,
+/// Messages of ggml, CUDA, cuBLAS, PyTorch on Tegra (an assertion instead of its out-of-memory error), cudarc, MatX,
 /// CTranslate2.
 const CUDA_ALLOCATION: [&str; 13] = [
     "CUDA failed with error out of memory",
@@ -239,8 +237,8 @@ const HOST_ALLOCATION: [&str; 11] = [
     "mmap failed: Cannot",
 ];
 
-/// Messages with which runtimes and drivers end a program or report a refusal: the beginning of the line, and text of
-/// the rest. C++ (libstdc++, libc++), Rust, Go, the JVM, V8, shells; ggml and llama.cpp, CUDA, the driver of a Jetson,
+/// Messages with which runtimes and drivers end a program or report a refusal: the start of the line, and text in its
+/// rest. C++ (libstdc++, libc++), Rust, Go, the JVM, V8, shells; ggml and llama.cpp, CUDA, the driver of a Jetson,
 /// cudarc, MatX, Ollama, PyTorch without a traceback.
 const RUNTIMES: [(&str, &str); 31] = [
     ("terminate called after throwing an instance of '", ""),
@@ -291,14 +289,14 @@ const ALLOCATORS: [&str; 8] = [
     "realloc",
 ];
 
-/// Beginnings of further messages of Python exceptions: the C library, PyTorch, ONNX Runtime.
+/// Starts of further Python exception messages: the C library, PyTorch, ONNX Runtime.
 const EXCEPTIONS: [&str; 3] = [
     "[Errno 12] Cannot allocate memory",
     "[enforce fail at alloc_cpu",
     "[ONNXRuntimeError]",
 ];
 
-/// Messages of the dynamic loader behind the name of the program: their beginning, and text of the rest.
+/// Messages of the dynamic loader after the name of the program: start, and text in the rest.
 pub(super) const LOADER: [(&str, &str); 4] = [
     ("error while loading shared libraries: ", ""),
     ("symbol lookup error: ", "undefined symbol: "),
@@ -306,7 +304,7 @@ pub(super) const LOADER: [(&str, &str); 4] = [
     ("relocation error: ", ""),
 ];
 
-/// Messages of the dynamic linker about libraries that are there.
+/// Messages of the dynamic linker about incompatible libraries.
 const UNFIT_LIBRARY: [&str; 7] = [
     "symbol lookup error:",
     "undefined symbol:",
@@ -317,7 +315,6 @@ const UNFIT_LIBRARY: [&str; 7] = [
     "cannot enable executable stack",
 ];
 
-/// Messages about locking memory.
 const LOCK: [&str; 4] = [
     "failed to mlock",
     "mlock failed",
@@ -325,8 +322,8 @@ const LOCK: [&str; 4] = [
     "cannot lock memory",
 ];
 
-/// Messages of programs that give themselves up: assert(3), ggml, PyTorch, the C++ runtime, Rust, glibc's checks of the
-/// heap and the stack, Python.
+/// Messages of programs that abort: assert(3), ggml, PyTorch, the C++ runtime, Rust, glibc's heap and stack checks,
+/// Python.
 const ASSERTION: [&str; 15] = [
     "Assertion `",
     "Assertion failed",
@@ -345,14 +342,13 @@ const ASSERTION: [&str; 15] = [
     "corrupted ",
 ];
 
-/// Lines examined: a program's final message is at its end.
+/// Last lines examined: a program's final message is at its end.
 const LINES_MAX: usize = 30;
 
-/// Lines that a runtime prints after its message: a note, a disabled backtrace, an addition by a caller (our choice;
+/// Lines that may follow a runtime's message: a note, a disabled backtrace, an addition by a caller (our choice;
 /// llama.cpp adds three).
 const LINES_AFTER_MAX: usize = 6;
 
-/// Characters of a line that are quoted.
 const QUOTE_MAX: usize = 240;
 
 #[cfg(test)]
@@ -366,7 +362,7 @@ mod tests {
     #[test]
     fn messages_of_the_field_are_understood() {
         for (line, expected) in [
-            // llama.cpp and the driver on an Orin; PyTorch, cudarc and MatX there.
+            // llama.cpp and the driver on an Orin, followed by PyTorch, cudarc and MatX.
             (
                 "NvMapMemAllocInternalTagged: 1075072515 error 12",
                 Said::Allocation(Allocator::NvMap),

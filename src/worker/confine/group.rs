@@ -1,8 +1,8 @@
 //! Control group of each worker.
 //!
-//! In version 2 a group that delegates controllers cannot hold processes. So a supervisor that is alone in its group (a
-//! unit with `Delegate=`) first moves into a leaf of it. If other processes share the group, they are left alone, and
-//! workers have no groups.
+//! In version 2, a group that delegates controllers cannot hold processes. A supervisor that is alone in its group (a
+//! unit with `Delegate=`) therefore first moves into a leaf of it. If other processes share the group, workers have no
+//! groups.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -27,7 +27,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// No worker has a group.
+    /// Returns a value without groups, with the reason.
     #[must_use]
     pub fn none(reason: &str) -> Self {
         Self {
@@ -35,7 +35,7 @@ impl Groups {
         }
     }
 
-    /// Makes the supervisor's own group one in which workers can have theirs, if it can be.
+    /// Prepares the supervisor's own group as parent of the workers' groups, if possible.
     #[must_use]
     pub fn open(roots: &ProbeRoot) -> Self {
         let groups = Self {
@@ -50,7 +50,7 @@ impl Groups {
         groups
     }
 
-    /// Whether workers would have groups, without changing anything.
+    /// Returns whether workers would have groups, without changing anything.
     #[must_use]
     pub fn look(roots: &ProbeRoot) -> Self {
         let parent = own(roots).and_then(|parent| {
@@ -71,7 +71,7 @@ impl Groups {
         Self { parent }
     }
 
-    /// The processes in each group of a supervisor that does not run any more.
+    /// Lists the processes in each group of a supervisor that no longer runs.
     pub(crate) fn of_the_gone(&self, roots: &ProbeRoot) -> Vec<Vec<u32>> {
         let Ok(parent) = &self.parent else {
             return Vec::new();
@@ -80,7 +80,7 @@ impl Groups {
         gone.iter().map(|folder| members(folder)).collect()
     }
 
-    /// Folder of the groups, or the reason for their absence.
+    /// Returns the folder of the groups, or the reason for their absence.
     ///
     /// # Errors
     /// The reason in words.
@@ -95,7 +95,7 @@ impl Groups {
     }
 }
 
-/// The control group of one worker, empty or not; removed when this is dropped.
+/// Control group of one worker, possibly empty; removed on drop.
 #[derive(Debug)]
 pub(crate) struct WorkerGroup {
     folder: PathBuf,
@@ -103,20 +103,18 @@ pub(crate) struct WorkerGroup {
 }
 
 impl WorkerGroup {
-    /// Its folder.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The processes in it.
     pub(crate) fn members(&self) -> Vec<u32> {
         members(&self.folder)
     }
 
-    /// The group of a worker that was taken over, with its limit set again; `None` when it is gone.
+    /// Opens the group of a worker taken over and sets its limit again; `None` if the group is gone.
     ///
-    /// In version 2 the unit takes the memory controller back when a supervisor has ended: a delegating group admits no
-    /// process, also not the next supervisor. Limits end with it.
+    /// In version 2, the unit withdraws the memory controller when a supervisor ends, because a delegating group admits
+    /// no process, including the next supervisor. This removes the limits.
     pub(crate) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
         let procs = OpenOptions::new()
             .write(true)
@@ -133,7 +131,7 @@ impl WorkerGroup {
         Some(Self { folder, procs })
     }
 
-    /// Moves the calling process into it: one system call on a file that is open already.
+    /// Moves the calling process into it: one system call on an open file.
     pub(super) fn enter(&self) -> io::Result<()> {
         // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 means the caller.
         let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
@@ -155,7 +153,7 @@ impl Drop for WorkerGroup {
     }
 }
 
-/// Creates the group of a worker, with the measure in force.
+/// Creates the group of a worker; also returns the measure.
 pub(super) fn create(
     groups: &Groups,
     worker: &str,
@@ -168,7 +166,7 @@ pub(super) fn create(
         Ok(parent) => parent,
         Err(reason) => return (None, measure(Err(reason.clone()))),
     };
-    // A unique number: the group of the previous start may still be ending, and must not take this one along.
+    // Unique number: the group of the previous start may still be in use, and its end must not affect this one.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
     let folder = parent
         .folder()
@@ -189,7 +187,7 @@ pub(super) fn create(
     }
 }
 
-/// The result of [`create`], without creating anything.
+/// Returns the result of [`create`], without creating anything.
 pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
     Measure {
         what: if limit.is_some() { LIMIT } else { GROUP },
@@ -203,7 +201,7 @@ pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
 
 fn make(folder: &Path) -> io::Result<File> {
     match fs::create_dir(folder) {
-        // Left by a start that failed in between.
+        // Left by an interrupted start.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other?,
     }
@@ -212,7 +210,7 @@ fn make(folder: &Path) -> io::Result<File> {
         .open(folder.join("cgroup.procs"))
 }
 
-/// Sets the limit, and that nothing is swapped: `memory.max` alone let a unit of 2 GB have 3.1 GB.
+/// Sets the limit and disables swap: with `memory.max` alone, a unit of 2 GB used 3.1 GB.
 fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> io::Result<String> {
     let write = |file: &str, value: &str| fs::write(folder.join(file), value);
     let limit_text = limit.map(|limit| limit.get().to_string());
@@ -221,9 +219,9 @@ fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> 
             if let Some(limit) = &limit_text {
                 write("memory.max", limit)?;
             }
-            // A worker of several processes ends as one.
+            // A worker of several processes is killed as a whole.
             let _ = write("memory.oom.group", "1");
-            // Absent where the kernel has no swap accounting.
+            // Absent on kernels without swap accounting.
             write("memory.swap.max", "0")
         }
         CgroupVersion::V1 => {
@@ -250,7 +248,7 @@ fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> 
     })
 }
 
-/// Our own group in the hierarchy that has the memory controller.
+/// Returns our own group in the hierarchy with the memory controller.
 fn own(roots: &ProbeRoot) -> Result<Cgroup, String> {
     let group = Cgroup::own(roots).filter(|group| members(group.folder()).contains(&process::id()));
     let mount = roots.sys("fs/cgroup");
@@ -272,7 +270,7 @@ fn hands_down(folder: &Path) -> bool {
         .is_ok_and(|text| text.split_whitespace().any(|name| name == "memory"))
 }
 
-/// Why a group of version 2 cannot hand its controllers down: it is not ours alone.
+/// Returns why a group of version 2 cannot delegate: it is shared with other processes.
 fn shared(folder: &Path) -> Option<String> {
     let others = members(folder)
         .iter()
@@ -286,7 +284,7 @@ fn shared(folder: &Path) -> Option<String> {
     })
 }
 
-/// Lets a group of version 2 hand the memory controller to its children, and moves us out of the way for that.
+/// Makes a group of version 2 delegate the memory controller, and moves this process into a leaf for that.
 fn hand_down(parent: Cgroup) -> Result<Cgroup, String> {
     let folder = parent.folder();
     let control = folder.join("cgroup.subtree_control");
@@ -307,14 +305,14 @@ fn hand_down(parent: Cgroup) -> Result<Cgroup, String> {
     Ok(parent)
 }
 
-/// Removes groups that supervisors left which do not run any more; those that still hold processes stay.
+/// Removes groups left by supervisors that no longer run, except those with processes.
 fn sweep(folder: &Path, roots: &ProbeRoot) {
     for group in of_the_gone(folder, roots) {
         let _ = fs::remove_dir(group);
     }
 }
 
-/// The groups of workers whose supervisor does not run any more.
+/// Returns the groups of workers whose supervisor no longer runs.
 fn of_the_gone(folder: &Path, roots: &ProbeRoot) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let is_of_the_gone = |entry: &fs::DirEntry| {
@@ -332,10 +330,9 @@ fn of_the_gone(folder: &Path, roots: &ProbeRoot) -> Vec<PathBuf> {
 const LIMIT: &str = "memory limit";
 const GROUP: &str = "control group";
 
-/// Name of a worker's group before the id of its supervisor.
+/// Prefix of a worker's group name, before the id of its supervisor.
 const PREFIX: &str = "cotenant-worker-";
 
-/// Groups that were made so far.
 static STARTS: AtomicU64 = AtomicU64::new(0);
 
 /// Leaf group of the supervisor in version 2.
@@ -395,7 +392,7 @@ mod tests {
         let (_dir, roots) = tree("4:cpu,memory:/a\n0::/\n", &files);
         let groups = Groups::open(&roots);
         assert!(groups.describe().unwrap().starts_with("version 1"));
-        // A plain folder has no `cgroup.procs`: a refusal by the kernel is reported.
+        // A plain folder has no `cgroup.procs`: the refusal is reported.
         let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
         assert!(group.is_none() && measure.asked);
         assert!(

@@ -7,7 +7,7 @@ use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 use super::settings::{ConfineError, Measure};
 use cotenant_config::{Confinement, Resource};
 
-/// User and groups to become.
+/// User and groups to switch to.
 #[derive(Debug)]
 pub(super) struct Ids {
     uid: libc::uid_t,
@@ -16,7 +16,7 @@ pub(super) struct Ids {
     words: String,
 }
 
-/// The user and groups that a worker is to have, when they are others than ours.
+/// Returns the user and groups of a worker if they differ from ours.
 pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError> {
     if confinement.user.is_none() && confinement.group.is_none() {
         return Ok(None);
@@ -71,7 +71,7 @@ impl Ids {
         }
     }
 
-    /// Becomes them permanently. Between fork and exec: system calls only.
+    /// Switches permanently. Runs between fork and exec: system calls only.
     pub(super) fn become_them(&self) -> io::Result<()> {
         let done = |result: libc::c_int| {
             if result == 0 {
@@ -80,20 +80,19 @@ impl Ids {
                 Err(io::Error::last_os_error())
             }
         };
-        // SAFETY: the list has the stated length and outlives the call; the new process has this one thread.
+        // SAFETY: the list has the given length and outlives the call; the new process has only this thread.
         done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
-        // SAFETY: three numbers; real, effective and saved are set alike, so that there is no way back.
+        // SAFETY: passes three numbers. Real, effective and saved ids are set alike, so the switch is irreversible.
         done(unsafe { libc::setresgid(self.gid, self.gid, self.gid) })?;
         // SAFETY: as above.
         done(unsafe { libc::setresuid(self.uid, self.uid, self.uid) })
     }
 }
 
-/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they survive
-/// `exec`, and a change of user when neither is root (capabilities(7)). Called between fork and exec: a system call
-/// only.
+/// Drops ambient capabilities, which a unit may give the supervisor (`AmbientCapabilities=`): they survive `exec`, and
+/// a change between two users other than root (capabilities(7)). Runs between fork and exec: system calls only.
 pub(super) fn drop_ambient() -> io::Result<()> {
-    // SAFETY: four numbers, of which the last three are not used.
+    // SAFETY: passes four numbers, of which the last three are ignored.
     if unsafe {
         libc::prctl(
             libc::PR_CAP_AMBIENT,
@@ -107,7 +106,7 @@ pub(super) fn drop_ambient() -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // Before Linux 4.3 there are none.
+    // Not supported before Linux 4.3.
     if error.raw_os_error() == Some(libc::EINVAL) {
         Ok(())
     } else {
@@ -115,7 +114,7 @@ pub(super) fn drop_ambient() -> io::Result<()> {
     }
 }
 
-/// Uid, its own group, and its name, when it has one.
+/// Uid, its own group, and its name if known.
 type Known = (Uid, Option<Gid>, String);
 
 fn user_of(name: &str) -> Result<Known, ConfineError> {
@@ -150,10 +149,10 @@ fn group_of(name: &str) -> Result<Gid, ConfineError> {
         })
 }
 
-/// The limits as the kernel takes them.
+/// Converts limits to the kernel's form.
 ///
 /// # Errors
-/// When one is above the supervisor's own hard limit, and it may not raise that.
+/// If one exceeds the supervisor's own hard limit, which it may not raise.
 pub(super) fn limits(
     resources: &BTreeMap<Resource, Option<u64>>,
 ) -> Result<Vec<(Resource, libc::rlim_t)>, ConfineError> {
@@ -177,7 +176,7 @@ pub(super) fn limits(
         .collect()
 }
 
-/// Sets soft and hard limit of the calling process: one system call.
+/// Sets soft and hard limit of the calling process by one system call.
 pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<()> {
     let both = libc::rlimit {
         rlim_cur: limit,
@@ -215,7 +214,6 @@ const fn number_of(resource: Resource) -> libc::__rlimit_resource_t {
     }
 }
 
-/// Whether this process has a capability in force.
 fn has_capability(bit: u32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     status
@@ -225,11 +223,11 @@ fn has_capability(bit: u32) -> bool {
         .is_some_and(|mask| mask & (1 << bit) != 0)
 }
 
-/// linux/capability.h.
+/// From linux/capability.h.
 const CAP_SETGID: u32 = 6;
-/// linux/capability.h.
+/// From linux/capability.h.
 const CAP_SETUID: u32 = 7;
-/// linux/capability.h.
+/// From linux/capability.h.
 const CAP_SYS_RESOURCE: u32 = 24;
 
 #[cfg(test)]

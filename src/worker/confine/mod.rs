@@ -1,8 +1,8 @@
 //! Confinement of a worker: control group, limits, user, files, system calls.
 //!
-//! The supervisor prepares everything, and the new process puts it into force between fork and exec, so that no
-//! instruction of the worker runs without it. Features that this machine lacks are reported as a [`Measure`], never
-//! silently omitted; with [`Confinement::required`] the worker is then not started.
+//! The supervisor prepares everything, and the new process applies it between fork and exec, before the first
+//! instruction of the worker. Features missing on this machine are reported as a [`Measure`]; with
+//! [`Confinement::required`] the worker is then not started.
 
 use std::{
     io::{self, Read as _},
@@ -23,7 +23,7 @@ pub use settings::{ConfineError, Measure};
 
 pub use cotenant_config::{Confinement, FileAccess, Resource, SyscallFilter};
 
-/// A confinement that the new process puts into force.
+/// Confinement to be applied by the new process.
 #[derive(Debug)]
 pub(super) struct Prepared {
     group: Option<WorkerGroup>,
@@ -33,14 +33,14 @@ pub(super) struct Prepared {
     filter: Option<seccompiler::BpfProgram>,
     steps: io::PipeReader,
     step: io::PipeWriter,
-    /// Measures, in force or not.
+    /// Measures, applied or not.
     pub(super) measures: Vec<Measure>,
 }
 
-/// Measures that would apply to a worker, without starting anything: for `cotenant check`.
+/// Returns the measures that would apply to a worker, without starting anything; for `cotenant check`.
 ///
 /// # Errors
-/// Reasons that would prevent the start.
+/// If the start would fail.
 pub fn survey(
     confinement: &Confinement,
     groups: &Groups,
@@ -68,7 +68,6 @@ pub fn survey(
 }
 
 impl Prepared {
-    /// Prepares all parts of a confinement.
     pub(super) fn new(
         confinement: &Confinement,
         groups: &Groups,
@@ -108,10 +107,9 @@ impl Prepared {
         })
     }
 
-    /// Puts into force the parts that need the supervisor's rights: group, limits, user. To be called between fork and
-    /// exec.
+    /// Applies the parts that need the supervisor's rights: group, limits, user. Runs between fork and exec.
     ///
-    /// Allocates nothing, and makes system calls only: another thread may have held any lock at the fork.
+    /// Makes only system calls and allocates nothing, since another thread may have held a lock at the fork.
     pub(super) fn enter(&self) -> io::Result<()> {
         if let Some(group) = &self.group {
             self.at(Step::Group);
@@ -127,12 +125,12 @@ impl Prepared {
         }
         self.at(Step::Capabilities);
         identity::drop_ambient()?;
-        // Older kernels leave such processes to init.
+        // Without support, older kernels leave such processes to init.
         let _ = adopt_descendants();
         Ok(())
     }
 
-    /// Puts up the walls; nothing after it may need more than the worker does. To be called between fork and exec, as
+    /// Applies the sandbox; later steps have only the rights of the worker. Runs between fork and exec, like
     /// [`enter`](Self::enter).
     pub(super) fn wall_in(&self) -> io::Result<()> {
         if let Some(ruleset) = &self.ruleset {
@@ -148,12 +146,11 @@ impl Prepared {
         Ok(())
     }
 
-    /// The group that it enters, if it has one.
     pub(super) const fn group(&self) -> Option<&WorkerGroup> {
         self.group.as_ref()
     }
 
-    /// The failed step of the new process, and its group. To be called after the start succeeded or failed.
+    /// Returns the group and the failed step of the new process; call it after the start succeeded or failed.
     pub(super) fn finish(self) -> (Option<WorkerGroup>, Option<&'static str>) {
         let Self {
             mut steps,
@@ -163,15 +160,15 @@ impl Prepared {
         } = self;
         drop(step);
         let mut done = Vec::new();
-        // Both ends were close-on-exec, and ours is closed: this ends at once.
+        // Both ends were close-on-exec, and ours is closed, so this does not block.
         let _ = steps.read_to_end(&mut done);
         (group, done.last().copied().and_then(Step::words))
     }
 
     fn at(&self, step: Step) {
         let byte = step as u8;
-        // SAFETY: one byte on the stack is written to an open descriptor; `write` is async-signal-safe. If it fails,
-        // only a word in an error is lost.
+        // SAFETY: writes one byte of the stack to an open descriptor; `write` is async-signal-safe. If it fails, an
+        // error message lacks the step.
         let _ = unsafe { libc::write(self.step.as_raw_fd(), std::ptr::from_ref(&byte).cast(), 1) };
     }
 }

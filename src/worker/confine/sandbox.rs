@@ -16,7 +16,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use super::settings::{Measure, Surroundings};
 use cotenant_config::{FileAccess, SyscallFilter};
 
-/// Builds the Landlock rules for files, with the measure in force.
+/// Builds the Landlock rules for files; also returns the measure.
 pub(super) fn files(
     access: Option<&FileAccess>,
     around: &Surroundings<'_>,
@@ -54,7 +54,7 @@ pub(super) fn files(
 
 fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<OwnedFd>, String> {
     let words = |error: &dyn std::error::Error| error.to_string();
-    // The newest requested version; the crate omits features that an older kernel lacks, and its version is reported.
+    // Newest version in use; the crate omits features that the kernel lacks, and the kernel's version is reported.
     let abi = ABI::V5;
     let read = AccessFs::from_read(abi);
     let all = AccessFs::from_all(abi);
@@ -82,7 +82,7 @@ fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<Owne
             Err(error) if must_exist => return Err(format!("`{}`: {error}", path.display())),
             Err(_) => continue,
         };
-        // Rights that only folders have are refused for a file.
+        // For a file, rights specific to folders are refused.
         let rights = if path.is_dir() {
             rights
         } else {
@@ -95,7 +95,7 @@ fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<Owne
     Ok(ruleset.into())
 }
 
-/// The folder of a program as `execvp` would find it.
+/// Returns the folder of a program, found as by `execvp`.
 fn program_dir(program: &str) -> Option<PathBuf> {
     let path = if program.contains('/') {
         PathBuf::from(program)
@@ -107,9 +107,9 @@ fn program_dir(program: &str) -> Option<PathBuf> {
     path.canonicalize().ok()?.parent().map(Path::to_path_buf)
 }
 
-/// Version of Landlock that the kernel has; 0 without any.
+/// Returns the kernel's Landlock version; 0 without support.
 fn landlock_version() -> i64 {
-    // SAFETY: with this flag the call takes no memory and only returns a number.
+    // SAFETY: with this flag the call takes no pointer and only returns a number.
     let version = unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,
@@ -121,7 +121,7 @@ fn landlock_version() -> i64 {
     version.max(0)
 }
 
-/// Puts the walls around files up, for the calling process and all that it starts: two system calls.
+/// Applies the file rules to the calling process and its descendants, by two system calls.
 pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
     no_new_privileges()?;
     // SAFETY: the descriptor is open, and the flags must be 0.
@@ -132,8 +132,8 @@ pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// A Landlock domain that separates only memory, descriptors and environment of processes: a process in a domain may
-/// not trace one outside, also by `/proc/PID/mem` (`ptrace_access_check`).
+/// Builds a Landlock domain that isolates only memory, descriptors and environment of processes: a process in a domain
+/// may not trace one outside, not even by `/proc/PID/mem` (`ptrace_access_check`).
 pub(super) fn process_wall() -> Result<OwnedFd, String> {
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -144,22 +144,23 @@ pub(super) fn process_wall() -> Result<OwnedFd, String> {
         .ok_or_else(|| "this kernel has Landlock switched off".to_owned())
 }
 
-/// Keeps others of our user from this process's memory where Landlock does not keep workers from it. Not from root.
+/// Protects this process's memory from other processes of the same user, for kernels on which Landlock cannot. Does not
+/// protect it from root.
 pub(super) fn be_undumpable() {
-    // SAFETY: numbers only; the call cannot fail with them.
+    // SAFETY: passes numbers only; the call cannot fail with them.
     let _ = unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
 }
 
-/// Gives up for the program to come every capability that reaches beyond files, signals and ports, where it is root.
-/// Between fork and exec: system calls only.
+/// Drops root's capabilities beyond files, signals and ports from the bounding set. Runs between fork and exec: system
+/// calls only.
 pub(super) fn bound_capabilities() {
     for capability in (0..CAPABILITIES_MAX).filter(|capability| !KEPT.contains(capability)) {
-        // SAFETY: numbers only. It fails for a capability unknown to the kernel, and without the right to drop.
+        // SAFETY: passes numbers only. It fails for unknown capabilities, and without the right to drop.
         let _ = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
 }
 
-/// Builds the filter of system calls, with the measure in force.
+/// Builds the filter of system calls; also returns the measure.
 pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measure>) {
     if filter == SyscallFilter::All {
         return (None, None);
@@ -201,7 +202,7 @@ fn program() -> Result<BpfProgram, String> {
         .map_err(|error| error.to_string())
 }
 
-/// Whether the kernel supports filters that return an error.
+/// Returns whether the kernel supports filters that return an error.
 fn has_seccomp() -> bool {
     let action: u32 = libc::SECCOMP_RET_ERRNO;
     // SAFETY: `action` is valid for reads, and the flags must be 0.
@@ -216,7 +217,7 @@ fn has_seccomp() -> bool {
     result == 0
 }
 
-/// Puts the filter into force, for the calling process and all that it starts: system calls only.
+/// Applies the filter to the calling process and its descendants: system calls only.
 pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
     no_new_privileges()?;
     let length = libc::c_ushort::try_from(program.len())
@@ -225,7 +226,7 @@ pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
         len: length,
         filter: program.as_ptr().cast_mut().cast(),
     };
-    // SAFETY: `filter` points to `len` instructions of the kernel's own layout, which the kernel only reads.
+    // SAFETY: `filter` points to `len` instructions in the kernel's layout, which the kernel only reads.
     let result = unsafe {
         libc::syscall(
             libc::SYS_seccomp,
@@ -241,9 +242,9 @@ pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
     }
 }
 
-/// Neither wall may be put up by a process that could gain rights by executing a program.
+/// Required by both: a confined process must not gain rights by executing a program.
 fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: five numbers; this option fails only on a kernel without it.
+    // SAFETY: passes five numbers; fails only on kernels without this option.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0 {
         Ok(())
     } else {
@@ -251,7 +252,7 @@ fn no_new_privileges() -> io::Result<()> {
     }
 }
 
-/// Paths that programs and their libraries read. Missing ones are omitted.
+/// Paths read by programs and their libraries. Missing ones are skipped.
 const SYSTEM_READ: [&str; 9] = [
     "/usr",
     "/lib",
@@ -264,16 +265,16 @@ const SYSTEM_READ: [&str; 9] = [
     "/opt/nvidia",
 ];
 
-/// Devices; their own modes and groups still hold. CUDA on a Jetson opens a dozen below `/dev`, and shared memory is
-/// in `/dev/shm`.
+/// Devices, still subject to their own modes and groups. CUDA on a Jetson opens a dozen below `/dev`, and shared memory
+/// is in `/dev/shm`.
 const SYSTEM_WRITE: [&str; 1] = ["/dev"];
 
-/// linux/landlock.h.
+/// From linux/landlock.h.
 const LANDLOCK_CREATE_RULESET_VERSION: libc::c_uint = 1;
 
-/// System calls that no speech worker needs, and that would let one inspect others or change the machine.
+/// System calls that speech workers never need, and that could inspect other processes or change the machine.
 ///
-/// `pidfd_send_signal` stays: it reaches nothing that `kill` does not reach, and runtimes end their children by it.
+/// `pidfd_send_signal` is permitted: it is no more powerful than `kill`, and runtimes end their children with it.
 /// Programs that try io_uring continue without it, since containers refuse it too.
 const REFUSED: [i64; 34] = [
     libc::SYS_acct,
@@ -312,12 +313,12 @@ const REFUSED: [i64; 34] = [
     libc::SYS_userfaultfd,
 ];
 
-/// Capabilities of root that a restricted worker keeps: `CAP_CHOWN`, `CAP_DAC_OVERRIDE`, `CAP_DAC_READ_SEARCH`,
+/// Capabilities kept by a restricted worker that runs as root: `CAP_CHOWN`, `CAP_DAC_OVERRIDE`, `CAP_DAC_READ_SEARCH`,
 /// `CAP_FOWNER`, `CAP_FSETID`, `CAP_KILL`, `CAP_SETGID`, `CAP_SETUID`, `CAP_NET_BIND_SERVICE`, `CAP_IPC_LOCK`,
 /// `CAP_SYS_NICE` of linux/capability.h.
 const KEPT: [libc::c_ulong; 11] = [0, 1, 2, 3, 4, 5, 6, 7, 10, 14, 23];
 
-/// Bits of a set of capabilities.
+/// Bits of a capability set.
 const CAPABILITIES_MAX: libc::c_ulong = 64;
 
 #[cfg(test)]

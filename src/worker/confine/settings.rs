@@ -2,14 +2,14 @@
 
 use std::{fmt, io, path::Path};
 
-/// One part of a confinement with its outcome.
+/// One part of a confinement and its outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Measure {
     /// `memory limit`, `files`, `system calls`, `control group`, …
     pub what: &'static str,
-    /// The state in force, in words; or the reason why it is not.
+    /// The state in force in words, or the reason why it is not in force.
     pub state: Result<String, String>,
-    /// Whether the configuration requests it; the absence of an unrequested measure is not warned of.
+    /// Whether the configuration requests it; if not, its absence causes no warning.
     pub asked: bool,
 }
 
@@ -27,22 +27,21 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) worker: &'a str,
     pub(crate) program: &'a str,
     pub(crate) working_dir: Option<&'a Path>,
-    /// Folder in which it makes its socket.
+    /// Folder in which it creates its socket.
     pub(crate) socket_dir: Option<&'a Path>,
-    /// Pressure file that it watches.
     pub(crate) watched: Option<&'a Path>,
 }
 
-/// Why a worker cannot be confined as it must be.
+/// Reason why a worker cannot be confined as required.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfineError {
-    /// There is no such user or group.
+    /// Unknown user or group.
     #[error("{kind} `{name}` does not exist")]
     Unknown {
         /// `user` or `group`.
         kind: &'static str,
-        /// As configured.
+        /// Name as configured.
         name: String,
     },
     /// The supervisor may not become another user.
@@ -50,9 +49,9 @@ pub enum ConfineError {
         "cannot run as user `{name}`: the supervisor runs as uid {own} and lacks `{capability}`"
     )]
     Identity {
-        /// As configured.
+        /// Name as configured.
         name: String,
-        /// The supervisor's own.
+        /// Uid of the supervisor.
         own: u32,
         /// The missing capability.
         capability: &'static str,
@@ -64,23 +63,23 @@ pub enum ConfineError {
     Resource {
         /// Its name in the configuration.
         resource: &'static str,
-        /// As configured.
+        /// Limit as configured.
         wanted: String,
-        /// The supervisor's own.
+        /// The supervisor's own limit.
         hard: u64,
     },
-    /// Something that is required is not there.
+    /// A required measure is not available.
     #[error("cannot confine it as required: {measure}")]
     Required {
         /// The measure, and the reason.
         measure: String,
     },
-    /// The system refused something that should work.
+    /// A system call failed.
     #[error("cannot prepare {what}")]
     System {
-        /// The item.
+        /// The failed action.
         what: &'static str,
-        /// Why not.
+        /// Its error.
         #[source]
         source: io::Error,
     },

@@ -59,7 +59,7 @@ pub enum Vocabulary {
 }
 
 impl Vocabulary {
-    /// The vocabulary with this name.
+    /// Returns the vocabulary with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         [Self::Grammar, Self::Open]
@@ -67,7 +67,7 @@ impl Vocabulary {
             .find(|known| known.name() == name)
     }
 
-    /// Its name as a variant.
+    /// Returns its name as a variant.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -86,16 +86,16 @@ impl fmt::Display for Vocabulary {
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// When the engine or its model cannot be loaded, or the address cannot be listened on.
+/// If the engine or its model cannot be loaded, or the address cannot be bound.
 pub fn run_asr(options: &AsrOptions) -> Result<(), VerbError> {
     keep_large_blocks_apart();
     serve(&options.listen.endpoint(), || Recogniser::load(options))
 }
 
-/// The service: one decoder with its own thread.
+/// Service with one decoder on its own thread.
 struct Recogniser {
     engine: EngineThread<Job>,
-    /// Samples that may still be recorded, all connections together.
+    /// Samples that may still be recorded, over all connections.
     room: Arc<Semaphore>,
 }
 
@@ -176,20 +176,19 @@ impl Service for Recogniser {
     }
 }
 
-/// One connection.
 struct Hearing {
     engine: EngineThread<Job>,
     room: Arc<Semaphore>,
     recording: Option<Recording>,
 }
 
-/// Audio that is coming in, as the engine takes it.
+/// Incoming audio in the engine's format.
 struct Recording {
     decoder: PcmDecoder,
     resampler: Option<Resampler>,
     samples: Vec<i16>,
     room: Arc<Semaphore>,
-    /// For the capacity of `samples`.
+    /// Permits for the capacity of `samples`.
     held: Vec<OwnedSemaphorePermit>,
 }
 
@@ -241,7 +240,7 @@ impl Recording {
         Ok(())
     }
 
-    /// The samples, and their memory reservations.
+    /// Returns the samples with their permits.
     fn finish(mut self) -> Result<(Vec<i16>, Vec<OwnedSemaphorePermit>), Refusal> {
         if let Some(resampler) = self.resampler {
             self.samples
@@ -312,8 +311,8 @@ impl Session for Hearing {
     }
 }
 
-/// The words of a recording. A long one is recognised in parts, each followed by a partial transcript: a sign of life,
-/// and recordings of other clients are recognised in between.
+/// Transcribes a recording. A long one is recognised in parts, each followed by a partial transcript, which shows
+/// progress; recordings of other clients are recognised in between.
 async fn hear(
     engine: &EngineThread<Job>,
     samples: &[i16],
@@ -352,7 +351,7 @@ async fn hear_part(engine: &EngineThread<Job>, samples: &[i16]) -> Result<String
         .map_err(|error| Refusal::new("engine-failed", error.to_string()))
 }
 
-/// Cuts a long recording in its pauses, and where there is none in so long a time, where it is quietest.
+/// Splits a long recording at pauses or, if there is none for too long, where it is quietest.
 fn parts_of(samples: &[i16]) -> Vec<&[i16]> {
     let level = |frame: &[i16]| {
         frame
@@ -377,7 +376,7 @@ fn parts_of(samples: &[i16]) -> Vec<&[i16]> {
     parts
 }
 
-/// Frames up to the middle of the first pause behind speech.
+/// Returns the number of frames up to the middle of the first pause after speech.
 fn part_frames(levels: &[u64], quiet: u64) -> usize {
     let (mut spoken, mut pause) = (false, 0);
     for (at, &level) in levels.iter().enumerate().take(PART_MAX / FRAME) {
@@ -406,7 +405,6 @@ fn busy() -> Refusal {
     Refusal::new(BUSY, "too many requests wait for the recogniser")
 }
 
-/// Jobs of the engine's thread.
 enum Job {
     Hear {
         samples: Vec<i16>,
@@ -418,7 +416,7 @@ enum Job {
     },
 }
 
-/// The decoder, with the settings to load another.
+/// Decoder, with the settings for loading another one.
 struct Engine {
     engine: Pocketsphinx,
     files: ModelFiles,
@@ -438,14 +436,14 @@ impl Engine {
             .map_or(Ok(String::new()), |decoder| decoder.hear(samples))
     }
 
-    /// Takes another size; returns the resident set afterwards.
+    /// Switches to another vocabulary; returns the resident set size afterwards.
     fn resize(&mut self, vocabulary: Vocabulary) -> Result<Option<Bytes>, SphinxError> {
         if vocabulary == self.vocabulary && self.decoder.is_some() {
             return Ok(own_rss());
         }
         let before = self.vocabulary;
         if let Err(error) = self.switch(vocabulary) {
-            // Better the old size than none.
+            // Restore the old vocabulary.
             self.switch(before)?;
             return Err(error);
         }
@@ -453,7 +451,7 @@ impl Engine {
         Ok(own_rss())
     }
 
-    /// Frees the old model before the new one is loaded, so that both never lie in memory together.
+    /// Frees the old model before the new one is loaded, so that only one is in memory.
     fn switch(&mut self, vocabulary: Vocabulary) -> Result<(), SphinxError> {
         let search = match (vocabulary, &self.grammar) {
             (Vocabulary::Open, _) => Search::Open(self.files.language.clone()),
@@ -464,7 +462,7 @@ impl Engine {
         trim();
         self.decoder = Some(self.engine.decoder(&self.files, &search)?);
         self.vocabulary = vocabulary;
-        // Loading leaves buffers behind.
+        // Loading leaves free buffers in the heap.
         trim();
         Ok(())
     }
@@ -491,34 +489,35 @@ fn read_grammar(path: &Path) -> Result<String, VerbError> {
     Ok(text)
 }
 
-/// Longest grammar that is read: a household's sentences have a few KiB.
+/// Maximum length of a grammar; that of a household has a few KiB.
 const GRAMMAR_MAX: Bytes = Bytes::from_kib(256);
 
-/// Longest recording, 18.3 MiB, as in `http`'s limits; a spoken command has 2 to 5 s.
+/// Longest recording, 18.3 MiB, equal to the limit in `http`; a spoken command lasts 2 to 5 s.
 const RECORDING_MAX: Duration = Duration::from_mins(10);
 const RECORDING_SAMPLES_MAX: usize = 600 * RATE;
 
-/// By how many samples the memory for a recording grows: 4 s, longer than a command.
+/// Samples by which the memory of a recording grows: 4 s, longer than a command.
 const RECORDING_STEP: usize = 1 << 16;
 
-/// All recordings together, 24 MiB: the longest one, and some commands beside it.
+/// Limit on all recordings together, 24 MiB: the longest one and several commands.
 const RECORDED_SAMPLES_MAX: usize = 12 << 20;
 
-/// Longest part that is heard at once. Our choice: done within seconds on a slow board, and longer than any command.
+/// Longest part recognised at once. Our choice: completed within seconds on a slow board, and longer than any command.
 const PART_MAX: usize = 15 * RATE;
 
-/// A frame of 50 ms, and how many of them that are quiet make a pause: 0.7 s.
+/// Frame of 50 ms; 0.7 s of quiet frames are a pause.
 const FRAME: usize = RATE / 20;
 const PAUSE_FRAMES: usize = 14;
 
-/// Quiet means a twentieth of the loud parts, or the noise of a silent room.
+/// Quiet is a twentieth of the loud parts, or the noise of a silent room.
 const QUIET_SHARE: u64 = 20;
 const QUIET_LEVEL: u64 = 60;
 
-/// [`ASR_RATE_HZ`] as a length.
+/// [`ASR_RATE_HZ`] as `usize`.
 const RATE: usize = ASR_RATE_HZ as usize;
 
-/// Silence put around a recording. Without it the first and last word are lost: 12 of 12 commands are heard with it.
+/// Silence added before a recording. Without padding, the first and last words are lost; with it, 12 of 12 commands are
+/// recognised.
 const PAD_BEFORE: Duration = Duration::from_millis(300);
 const PAD_AFTER: Duration = Duration::from_millis(500);
 
@@ -541,7 +540,7 @@ mod tests {
             (4 * RATE..5 * RATE).contains(&first),
             "cut in the first pause: {first}"
         );
-        // Half a second is no pause; audio without one is cut nevertheless.
+        // Half a second is not a pause; audio without a pause is split nevertheless.
         assert!(parts[1].len() > 10 * RATE, "{}", parts[1].len());
         assert_eq!(
             parts.len(),

@@ -33,17 +33,17 @@ pub struct BallastOptions {
     pub hold: Option<u64>,
 }
 
-/// A size with its unit: `64MiB`.
+/// Parses a size with its unit: `64MiB`.
 fn size(text: &str) -> Result<Bytes, String> {
     parse_size(text).map_err(|error| format!("{error}; {}", error.hint()))
 }
 
-/// Takes memory page by page, reports when it is full, and holds it.
+/// Allocates memory page by page, reports completion, and holds it.
 ///
 /// Writes `taking 400 MiB` and, once every page is resident, `holding 400 MiB` to stdout, and notifies `NOTIFY_SOCKET`.
 ///
 /// # Errors
-/// When the memory cannot be mapped, or a rate is too slow to take a page a minute.
+/// If the memory cannot be mapped, or the rate is below one page per minute.
 pub fn run_ballast(options: &BallastOptions) -> Result<(), VerbError> {
     if options.rate.is_some_and(|rate| rate < Bytes::of_len(PAGE)) {
         return Err(VerbError::Options(format!(
@@ -78,7 +78,7 @@ async fn take_and_hold(options: &BallastOptions) -> Result<(), VerbError> {
         taken += step;
         match options.rate {
             Some(rate) => sleep_until(begin + due_after(taken, rate)).await,
-            // Lets a signal through.
+            // Lets a signal be handled.
             None => tokio::task::yield_now().await,
         }
     }
@@ -92,13 +92,13 @@ async fn take_and_hold(options: &BallastOptions) -> Result<(), VerbError> {
     Ok(())
 }
 
-/// When so much should have been taken at this rate.
+/// Returns when this much is due at this rate.
 fn due_after(taken: Bytes, rate: Bytes) -> Duration {
     let micros = u128::from(taken.get()) * 1_000_000 / u128::from(rate.get().max(1));
     Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
 }
 
-/// Anonymous memory, taken when touched.
+/// Anonymous memory, populated when touched.
 struct Ballast {
     /// Start of the mapping as an address; `None` for a size of zero.
     start: Option<std::ptr::NonNull<std::ffi::c_void>>,
@@ -128,7 +128,7 @@ impl Ballast {
             )
         }
         .map_err(failed)?;
-        // Huge pages would take 2 MiB for each page touched. A kernel without them refuses, which is as good.
+        // Huge pages would populate 2 MiB per touched page. A kernel without them refuses, with the same effect.
         // SAFETY: the range is the mapping just made; the advice does not change its content.
         let _ = unsafe { mman::madvise(start, length.get(), MmapAdvise::MADV_NOHUGEPAGE) };
         Ok(Self {
@@ -137,7 +137,7 @@ impl Ballast {
         })
     }
 
-    /// Writes to every page of a range. Each gets unique content, so that no deduplication frees it.
+    /// Writes to every page of a range. Each page gets unique content, so that it is not deduplicated.
     fn touch(&mut self, from: Bytes, bytes: Bytes) {
         let Some(start) = self.start else { return };
         let end = from
@@ -145,9 +145,8 @@ impl Ballast {
             .saturating_add(bytes.as_len())
             .min(self.length);
         for offset in (from.as_len()..end).step_by(PAGE) {
-            // SAFETY: the offset is below the length of the mapping, which is writable and ours alone; a page is
-            // aligned for any integer, but the last one may be cut, so a single byte is written, and volatile keeps
-            // the compiler from leaving it out.
+            // SAFETY: the offset is below the length of the mapping, which is writable and ours alone; a single byte is
+            // written, because the last page may be partial, and volatile, so that the compiler keeps the write.
             unsafe {
                 let page = start.as_ptr().cast::<u8>().add(offset);
                 if self.length - offset >= size_of::<usize>() {
@@ -170,13 +169,13 @@ impl Drop for Ballast {
 }
 
 fn say(line: &str) {
-    // The reader of our output may be gone; the memory is held all the same.
+    // The reader of our output may be gone; the memory is held regardless.
     let mut stdout = io::stdout().lock();
     let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }
 
-/// Page size of all supported machines; a larger one is touched more often than needed, never less.
+/// Smallest page size of supported machines; larger pages are touched more often than needed.
 const PAGE: usize = 4096;
 
-/// Bytes taken between two looks at the clock: 2.5 ms at a desktop's 6000 MiB/s are 16 MiB.
+/// Bytes touched between two looks at the clock: 2.5 ms at a desktop's 6000 MiB/s are 16 MiB.
 const STEP: Bytes = Bytes::from_kib(256);

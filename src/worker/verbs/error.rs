@@ -6,23 +6,23 @@ use super::{flite::FliteError, pocketsphinx::SphinxError};
 use cotenant_speech::client::Endpoint;
 use cotenant_units::Bytes;
 
-/// Why a worker of this program ended.
+/// Reason why a built-in worker ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VerbError {
-    /// The runtime cannot be set up.
+    /// The runtime cannot be created.
     #[error("cannot start the worker")]
     Runtime(#[source] io::Error),
-    /// It cannot listen.
+    /// The address cannot be bound.
     #[error("cannot listen on `{endpoint}`")]
     Listen {
         /// The address.
         endpoint: Endpoint,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// A grammar is wanted, and none is named.
+    /// A grammar is required, but none is given.
     #[error("no grammar is given for vocabulary `grammar`")]
     NoGrammar,
     /// The grammar cannot be read.
@@ -30,7 +30,7 @@ pub enum VerbError {
     Grammar {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -50,15 +50,15 @@ pub enum VerbError {
     /// The voice cannot be used.
     #[error("cannot load the voice")]
     Flite(#[source] FliteError),
-    /// The program espeak-ng cannot be used.
+    /// The program espeak-ng cannot be run.
     #[error("cannot run `espeak-ng`")]
     Espeak(#[source] io::Error),
     /// The memory cannot be allocated.
     #[error("cannot map {bytes} of memory")]
     Map {
-        /// How much.
+        /// Its size.
         bytes: Bytes,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -68,7 +68,7 @@ pub enum VerbError {
 }
 
 impl VerbError {
-    /// Remedy, if known.
+    /// Returns the remedy, if known.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {

@@ -8,21 +8,20 @@ use std::{
 use super::library::{Library, LibraryError};
 use cotenant_speech::audio::MonoAudio;
 
-/// The voice `slt` of flite. Not shared between threads: the library keeps state in globals.
+/// flite with its voice `slt`. Not shared between threads: the library keeps state in globals.
 pub(super) struct Flite {
     functions: Functions,
     voice: *mut c_void,
 }
 
-// SAFETY: the library has no thread-local state; one thread at a time uses it, as `speak` takes `&mut self` and
+// SAFETY: the library has no thread-local state, and one thread at a time uses it: `speak` takes `&mut self`, and
 // `Flite::load` is called once per process.
 unsafe impl Send for Flite {}
 
 impl Flite {
-    /// Loads the library and its voice.
     pub(super) fn load() -> Result<Self, FliteError> {
         let open = |name| Library::open(name, REMEDY);
-        // The voice needs the language and the lexicon, and some builds declare neither as a dependency.
+        // The voice needs the language and the lexicon, but some builds declare neither as a dependency.
         let flite = open("libflite.so.1")?;
         open("libflite_usenglish.so.1")?;
         open("libflite_cmulex.so.1")?;
@@ -36,9 +35,9 @@ impl Flite {
                 register_voice: slt.function("register_cmu_us_slt")?,
             }
         };
-        // SAFETY: called once, before anything else of the library.
+        // SAFETY: called once, before any other function of the library.
         unsafe { (functions.init)() };
-        // SAFETY: a null folder means the built-in voice.
+        // SAFETY: a null folder selects the built-in voice.
         let voice = unsafe { (functions.register_voice)(ptr::null()) };
         if voice.is_null() {
             return Err(FliteError::Voice);
@@ -46,24 +45,23 @@ impl Flite {
         Ok(Self { functions, voice })
     }
 
-    /// Speaks a text.
     pub(super) fn speak(&mut self, text: &str) -> Result<MonoAudio, FliteError> {
-        // A NUL within would end the text for C.
+        // A NUL inside would end the text for C.
         let c_text = CString::new(text.replace('\0', " ")).map_err(|_| FliteError::Silent)?;
         // SAFETY: the text ends with a NUL, the voice comes from the library, and `&mut self` excludes other callers.
         let wave = unsafe { (self.functions.text_to_wave)(c_text.as_ptr(), self.voice) };
         if wave.is_null() {
             return Err(FliteError::Silent);
         }
-        // SAFETY: a wave that is not null is valid until it is deleted.
+        // SAFETY: a non-null wave is valid until it is deleted.
         let audio = unsafe { copied(&*wave) };
-        // SAFETY: the library made it and it is ours alone.
+        // SAFETY: allocated by the library and owned by us.
         unsafe { (self.functions.delete_wave)(wave) };
         audio.ok_or(FliteError::Silent)
     }
 }
 
-/// Samples of the first channel.
+/// Copies the samples of the first channel.
 ///
 /// # Safety
 /// `samples` of the wave must point to the stated number of samples.
@@ -87,17 +85,17 @@ unsafe fn copied(wave: &Wave) -> Option<MonoAudio> {
     ))
 }
 
-/// Why flite did not speak.
+/// Reason why flite failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FliteError {
     /// It is not installed.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// Its voice cannot be set up.
+    /// Its voice cannot be registered.
     #[error("flite has no voice `slt`")]
     Voice,
-    /// It made no audio of a text.
+    /// It returned no audio for a text.
     #[error("flite made no audio")]
     Silent,
 }

@@ -4,7 +4,7 @@ use std::{ffi::OsStr, fmt};
 
 use libloading::os::unix::{Library as UnixLibrary, RTLD_GLOBAL, RTLD_NOW, Symbol};
 
-/// A library that stays open until the program ends.
+/// Library that stays open until the program ends.
 #[derive(Clone, Copy)]
 pub(super) struct Library {
     inner: &'static UnixLibrary,
@@ -13,12 +13,12 @@ pub(super) struct Library {
 }
 
 impl Library {
-    /// Opens a library; the dynamic linker searches for it.
+    /// Opens a library through the dynamic linker's search path.
     ///
     /// It is never closed: these libraries keep tables and thread state that may outlive any handle.
     ///
     /// # Errors
-    /// When it is not installed; `remedy` is the advice.
+    /// If it is not installed; `remedy` is the hint.
     pub(super) fn open(name: &'static str, remedy: &'static str) -> Result<Self, LibraryError> {
         // SAFETY: opening runs the initialisers of the library. Those opened here (pocketsphinx, sphinxbase, flite and
         // their dependencies) are C libraries of the distribution whose initialisers have no preconditions.
@@ -38,13 +38,13 @@ impl Library {
         }
     }
 
-    /// The address of a function.
+    /// Returns the address of a function.
     ///
     /// # Safety
     /// `F` must be the type of that function.
     ///
     /// # Errors
-    /// When the library has no such function.
+    /// If the library has no such function.
     pub(super) unsafe fn function<F: Copy + 'static>(
         self,
         symbol: &'static str,
@@ -60,7 +60,7 @@ impl Library {
     }
 }
 
-/// A library, or a function of it, that is not there.
+/// A library, or a function of it, is missing.
 #[derive(Debug)]
 pub struct LibraryError {
     library: &'static str,
@@ -70,7 +70,7 @@ pub struct LibraryError {
 }
 
 impl LibraryError {
-    /// Remedy.
+    /// Returns the remedy.
     #[must_use]
     pub const fn hint(&self) -> &'static str {
         self.remedy

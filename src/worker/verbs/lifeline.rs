@@ -1,8 +1,8 @@
 //! Lifeline of a built-in worker: readiness notification, and exit without a supervisor.
 //!
 //! A supervisor keeps a file locked, and names it in the environment of its workers. When it ends, the kernel releases
-//! the lock; the next one takes it again. A worker that finds no supervisor for longer than a lease lasts without
-//! renewal exits to return its memory.
+//! the lock; the next supervisor acquires it. A worker without a supervisor for longer than the term of a lease exits,
+//! to free its memory.
 
 use std::{
     env,
@@ -17,14 +17,14 @@ use tokio::time::{Instant, sleep};
 
 use super::super::adopt::LOCK_VARIABLE;
 
-/// Notifies the parent that it is ready, as sd_notify(3) does; nothing without `NOTIFY_SOCKET`.
+/// Notifies the parent of readiness by sd_notify(3); does nothing without `NOTIFY_SOCKET`.
 pub(super) fn tell_ready() {
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
         tracing::warn!(%error, "cannot tell that this worker is ready");
     }
 }
 
-/// Returns when this worker has been without a supervisor for a term; never for one that was started by hand.
+/// Returns when this worker has had no supervisor for a term; never for one started by hand.
 pub(super) async fn left_alone() {
     let Some(lock) = env::var_os(LOCK_VARIABLE).map(PathBuf::from) else {
         return std::future::pending().await;
@@ -34,7 +34,7 @@ pub(super) async fn left_alone() {
         .and_then(|text| text.parse().ok());
     let term = term.map_or(TERM, Duration::from_millis);
     without(&lock, term).await;
-    // There may be no reader left, which is no reason to stay.
+    // The reader may be gone, which must not prevent the exit.
     let words = format!(
         "no supervisor for {:.0} s: giving the memory back\n",
         term.as_secs_f64()
@@ -53,14 +53,14 @@ async fn without(lock: &Path, term: Duration) {
                     return;
                 }
             }
-            // An unreadable lock is not taken for absence.
+            // An unreadable lock does not count as free.
             Ok(true) | Err(_) => alone_since = None,
         }
         sleep(LOOK_EVERY.min(term / 4)).await;
     }
 }
 
-/// Whether the file is locked; a missing one is not.
+/// Returns whether the file is locked; a missing one is not.
 fn is_held(path: &Path) -> io::Result<bool> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -83,13 +83,12 @@ fn is_held(path: &Path) -> io::Result<bool> {
     Ok(asked.l_type != unlocked)
 }
 
-/// Milliseconds that a worker continues without a supervisor, instead of [`TERM`].
+/// Overrides [`TERM`], in milliseconds.
 const TERM_VARIABLE: &str = "COTENANT_ALONE_MS";
 
-/// As long as a lease that names no other term.
+/// Default term of a lease.
 const TERM: Duration = Duration::from_secs(30);
 
-/// Between two looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Built-in workers: recogniser, voice, ballast.
 //!
-//! The engines are libraries of the distribution, opened at run time. Each verb is its command-line arguments, whose
-//! comments are the texts of `--help`, and a plain function that serves until SIGTERM or SIGINT.
+//! The engines are libraries of the distribution, opened at run time. Each verb consists of command-line arguments,
+//! whose doc comments are the text of `--help`, and a function that serves until SIGTERM or SIGINT.
 
 pub mod asr;
 pub mod ballast;

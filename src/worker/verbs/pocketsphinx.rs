@@ -12,23 +12,21 @@ use std::{
 
 use super::library::{Library, LibraryError};
 
-/// The library, not yet with a model.
+/// The library, without a model.
 #[derive(Clone, Copy)]
 pub(super) struct Pocketsphinx {
     functions: Functions,
 }
 
-/// Vocabulary of a decoder.
 #[derive(Clone, Debug)]
 pub(super) enum Search {
-    /// The sentences of a JSGF grammar, given as text.
+    /// Sentences of a JSGF grammar, given as text.
     Grammar(String),
     /// Any sentence, by this language model.
     Open(PathBuf),
 }
 
 impl Pocketsphinx {
-    /// Opens the library.
     pub(super) fn load() -> Result<Self, LibraryError> {
         let base = Library::open("libsphinxbase.so.3", REMEDY)?;
         let sphinx = Library::open("libpocketsphinx.so.3", REMEDY)?;
@@ -49,12 +47,12 @@ impl Pocketsphinx {
                 ps_get_hyp: sphinx.function("ps_get_hyp")?,
             }
         };
-        // It logs some hundred lines per start; relevant failures return as errors here. SAFETY: null disables the log.
+        // It logs about a hundred lines per start; relevant failures are returned as errors.
+        // SAFETY: null disables the log.
         unsafe { (functions.err_set_logfp)(ptr::null_mut()) };
         Ok(Self { functions })
     }
 
-    /// Loads a model.
     pub(super) fn decoder(
         self,
         model: &ModelFiles,
@@ -73,7 +71,7 @@ impl Pocketsphinx {
         let mut pointers: Vec<*mut c_char> =
             words.iter().map(|word| word.as_ptr().cast_mut()).collect();
         let count = c_int::try_from(pointers.len()).map_err(|_| SphinxError::Configuration)?;
-        // SAFETY: `ps_args` has no preconditions; the words live through the call, which copies them.
+        // SAFETY: `ps_args` has no preconditions; the words outlive the call, which copies them.
         let config = unsafe {
             (self.functions.cmd_ln_parse_r)(
                 ptr::null_mut(),
@@ -102,7 +100,7 @@ impl Pocketsphinx {
         if let Search::Grammar(text) = search
             && let Err(error) = decoder.listen_for(text)
         {
-            // It reports only the failure; a word it cannot pronounce is the usual reason.
+            // It reports only the failure; the usual reason is a word that it cannot pronounce.
             let words = unknown_words(text, &model.dictionary);
             return Err(if words.is_empty() {
                 error
@@ -114,17 +112,18 @@ impl Pocketsphinx {
     }
 }
 
-/// A model that is loaded and can hear. Dropping it frees the model.
+/// Decoder with a loaded model, freed on drop.
 pub(super) struct Decoder {
     functions: Functions,
     raw: *mut c_void,
 }
 
-// SAFETY: a decoder is not tied to the thread that made it; `hear` takes `&mut self`, so one thread uses it at a time.
+// SAFETY: a decoder is not bound to the thread that created it; `hear` takes `&mut self`, so one thread uses it at a
+// time.
 unsafe impl Send for Decoder {}
 
 impl Decoder {
-    /// The words in 16 kHz samples; empty when none were heard.
+    /// Recognises 16 kHz samples; returns an empty text for silence.
     pub(super) fn hear(&mut self, samples: &[i16]) -> Result<String, SphinxError> {
         let functions = &self.functions;
         // SAFETY: the decoder is valid, and no utterance has been started.
@@ -171,12 +170,11 @@ impl Decoder {
 
 impl Drop for Decoder {
     fn drop(&mut self) {
-        // SAFETY: `ps_init` made it, and it is not used after this.
+        // SAFETY: created by `ps_init`, and not used afterwards.
         unsafe { (self.functions.ps_free)(self.raw) };
     }
 }
 
-/// The files of a model.
 #[derive(Clone, Debug)]
 pub(super) struct ModelFiles {
     /// Folder of the acoustic model.
@@ -188,7 +186,7 @@ pub(super) struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// The English model in `folder`, or where the packages put it.
+    /// Finds the English model in `folder`, or in the packages' location.
     pub(super) fn find(folder: Option<&Path>) -> Result<Self, SphinxError> {
         let folder = folder.unwrap_or(Path::new(MODEL_FOLDER));
         let files = Self {
@@ -209,38 +207,38 @@ impl ModelFiles {
     }
 }
 
-/// Why pocketsphinx did not hear.
+/// Reason why pocketsphinx failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SphinxError {
     /// It is not installed.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// A file of the model is not there.
+    /// A file of the model is missing.
     #[error("cannot find `{}` of the recogniser's model", path.display())]
     MissingModel {
         /// The file.
         path: PathBuf,
     },
-    /// It does not take its configuration.
+    /// It rejects its configuration.
     #[error("pocketsphinx does not take its configuration")]
     Configuration,
-    /// It does not load the model.
+    /// It cannot load the model.
     #[error("pocketsphinx cannot load the model in `{}`", model.display())]
     Model {
         /// The folder.
         model: PathBuf,
     },
-    /// It does not take the grammar.
+    /// It rejects the grammar.
     #[error("the grammar is not valid JSGF")]
     Grammar,
     /// The grammar has words that it cannot pronounce.
     #[error("the grammar has words that are not in the dictionary: `{words}`")]
     Words {
-        /// The words, each once.
+        /// The words, without duplicates.
         words: String,
     },
-    /// A text or path holds a NUL.
+    /// A text or path contains a NUL.
     #[error("a NUL byte in a text for pocketsphinx")]
     Nul,
     /// It failed on a recording.
@@ -249,7 +247,7 @@ pub enum SphinxError {
 }
 
 impl SphinxError {
-    /// Remedy, if known.
+    /// Returns the remedy, if known.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
@@ -260,7 +258,7 @@ impl SphinxError {
     }
 }
 
-/// Words of a grammar that are not in the dictionary, a few of them.
+/// Returns up to [`WORDS_NAMED`] words of a grammar that are not in the dictionary.
 fn unknown_words(grammar: &str, dictionary: &Path) -> String {
     let Ok(dictionary) = fs::read(dictionary) else {
         return String::new();
@@ -279,7 +277,7 @@ fn unknown_words(grammar: &str, dictionary: &Path) -> String {
         .join("`, `")
 }
 
-/// The words on the right-hand sides of a JSGF grammar, without rule names, tags, weights and comments.
+/// Returns the words on the right-hand sides of a JSGF grammar, without rule names, tags, weights and comments.
 fn grammar_words(grammar: &str) -> BTreeSet<String> {
     let mut words = BTreeSet::new();
     for rule in grammar.split(';') {
@@ -338,10 +336,9 @@ struct Functions {
     ps_get_hyp: unsafe extern "C" fn(*mut c_void, *mut i32) -> *const c_char,
 }
 
-/// Name of the grammar among a decoder's searches.
+/// Name of the grammar's search in a decoder.
 const SEARCH: &CStr = c"grammar";
 
-/// How many unknown words an error names.
 const WORDS_NAMED: usize = 5;
 
 /// Samples per call: 100 ms.

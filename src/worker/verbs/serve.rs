@@ -37,18 +37,17 @@ pub struct ListenArgs {
 }
 
 impl ListenArgs {
-    /// The one that is named.
     pub(super) fn endpoint(&self) -> Endpoint {
-        // clap demands one of the two.
+        // clap requires one of the two.
         self.uri
             .clone()
             .unwrap_or_else(|| Endpoint::Unix(self.socket.clone().unwrap_or_default()))
     }
 }
 
-/// Serves until SIGTERM or SIGINT, on one thread; the engine has another.
+/// Serves until SIGTERM or SIGINT on one thread, with another for the engine.
 ///
-/// `make` runs after the address is bound, so that two workers on one socket do not both load a model, and before the
+/// `make` runs after the address is bound, so that of two workers on one socket only one loads a model, and before the
 /// first connection is accepted, so that accepted connections are served.
 pub(super) fn serve<S: Service>(
     endpoint: &Endpoint,
@@ -86,7 +85,7 @@ pub(super) fn serve<S: Service>(
     })
 }
 
-/// A thread that owns an engine and performs one job at a time.
+/// Thread that owns an engine and performs one job at a time.
 #[derive(Debug)]
 pub(super) struct EngineThread<J> {
     jobs: blocking::SyncSender<J>,
@@ -101,7 +100,7 @@ impl<J> Clone for EngineThread<J> {
 }
 
 impl<J: Send + 'static> EngineThread<J> {
-    /// Starts the thread; `make` runs on it, and `serve` for each job.
+    /// Starts the thread, which calls `make` once, and `serve` for each job.
     pub(super) fn start<E, M, F>(make: M, serve: F) -> Result<Self, VerbError>
     where
         M: FnOnce() -> Result<E, VerbError> + Send + 'static,
@@ -131,7 +130,7 @@ impl<J: Send + 'static> EngineThread<J> {
         Ok(Self { jobs })
     }
 
-    /// Asks the engine; `None` when it is busy with too many others, or gone.
+    /// Sends a job to the engine; `None` if its queue is full, or it is gone.
     pub(super) async fn ask<R>(&self, job: impl FnOnce(oneshot::Sender<R>) -> J) -> Option<R> {
         let (reply, answer) = oneshot::channel();
         self.jobs.try_send(job(reply)).ok()?;
@@ -139,7 +138,7 @@ impl<J: Send + 'static> EngineThread<J> {
     }
 }
 
-/// Something that is installed, for an `info`.
+/// Returns an installed artifact for an `info` event.
 pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -> Artifact {
     Artifact {
         name: name.to_owned(),
@@ -153,7 +152,7 @@ pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -
     }
 }
 
-/// Resident set of this process by `/proc/self/status`, when it can be read.
+/// Returns the resident set size of this process from `/proc/self/status`, if readable.
 pub(super) fn own_rss() -> Option<Bytes> {
     let text = fs::read_to_string(Path::new("/proc/self/status")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -162,11 +161,11 @@ pub(super) fn own_rss() -> Option<Bytes> {
     ))
 }
 
-/// Keeps large allocations in separate mappings, which return to the kernel when they are freed.
+/// Keeps large allocations in separate mappings, which return to the kernel when freed.
 ///
-/// By default glibc raises its threshold to the largest block ever freed, up to 32 MiB. After the first switch from the
-/// open vocabulary to a grammar the next language model then lands in the heap, where the models of later switches pin
-/// it: 61 MiB instead of 36 MiB stayed in the second round.
+/// By default, glibc raises its threshold to the largest block freed so far, up to 32 MiB. After a switch from the open
+/// vocabulary to a grammar, the next language model would be allocated in the heap, where later models prevent its
+/// return: 61 MiB instead of 36 MiB remained after the second switch.
 pub(super) fn keep_large_blocks_apart() {
     #[cfg(target_env = "gnu")]
     // SAFETY: `mallopt` may be called at any time; this parameter takes a number of bytes.
@@ -175,7 +174,7 @@ pub(super) fn keep_large_blocks_apart() {
     }
 }
 
-/// Gives freed memory back to the kernel. Without this glibc keeps it for the next allocation.
+/// Returns freed memory to the kernel; otherwise glibc keeps it for later allocations.
 pub(super) fn trim() {
     #[cfg(target_env = "gnu")]
     // SAFETY: `malloc_trim` may be called at any time.
@@ -184,5 +183,5 @@ pub(super) fn trim() {
     }
 }
 
-/// Requests queued for the engine, in order of arrival: one for each connection that a server allows by default.
+/// Queue bound of the engine, first in, first out: one job for each connection that a server allows by default.
 const JOBS_QUEUED: usize = 16;

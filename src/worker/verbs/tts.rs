@@ -56,7 +56,7 @@ pub enum TtsEngine {
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// When the engine cannot be loaded, or the address cannot be listened on.
+/// If the engine cannot be loaded, or the address cannot be bound.
 pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     if let (TtsEngine::Flite, Some(voice)) = (options.engine, options.voice.as_deref())
         && voice != FLITE_VOICE
@@ -68,7 +68,7 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     serve(&options.listen.endpoint(), || Speaker::load(options))
 }
 
-/// The service: one engine with its own thread.
+/// Service with one engine on its own thread.
 struct Speaker {
     thread: EngineThread<Job>,
     engine: TtsEngine,
@@ -94,7 +94,7 @@ impl Speaker {
             }
         };
         let thread = EngineThread::start(make, |engine: &mut Engine, job: Job| {
-            // A client that went away does not want to hear it.
+            // A disconnected client does not need the result.
             let _ = job.reply.send(engine.speak(&job.sentence));
         })?;
         Ok(Self {
@@ -139,13 +139,12 @@ impl Service for Speaker {
     }
 }
 
-/// One connection.
 struct Speaking {
     thread: EngineThread<Job>,
     streaming: Option<Streaming>,
 }
 
-/// A text that arrives in pieces.
+/// Text that arrives in pieces.
 #[derive(Default)]
 struct Streaming {
     sentences: Sentences,
@@ -162,7 +161,7 @@ struct Speech {
 impl Session for Speaking {
     async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
-            // Sent again as a whole within a stream, for servers that do not stream.
+            // Within a stream, the whole text is sent again for servers without streaming.
             Event::Synthesize(_) if self.streaming.is_some() => Ok(()),
             Event::Synthesize(request) => {
                 check_text_length(request.text.len())?;
@@ -212,7 +211,7 @@ impl Session for Speaking {
 }
 
 impl Speaking {
-    /// The synthesis begun by `synthesize-start`, which this event continues.
+    /// Returns the synthesis begun by `synthesize-start` that this event continues.
     fn begun(&mut self, event: &str) -> Result<Streaming, Refusal> {
         let without = || format!("`{event}` without `synthesize-start`");
         let streaming = self.streaming.take();
@@ -266,7 +265,7 @@ impl Speech {
         Ok(format)
     }
 
-    /// A text without words is a start and a stop.
+    /// Sends the end; a text without words gets a start and a stop.
     async fn stop(&mut self, reply: &Reply) -> Result<(), SessionError> {
         self.start(AudioFormat::mono_16_bit(SILENT_RATE_HZ), reply)
             .await?;
@@ -274,7 +273,6 @@ impl Speech {
     }
 }
 
-/// A job of the engine's thread.
 struct Job {
     sentence: String,
     reply: oneshot::Sender<Result<MonoAudio, SpeakError>>,
@@ -302,7 +300,7 @@ enum SpeakError {
     EspeakNg(#[from] io::Error),
 }
 
-/// The program espeak-ng. It is under GPL-3, hence a process and not a library.
+/// The program espeak-ng. Its licence is GPL-3, hence a separate process instead of a library.
 struct EspeakNg {
     voice: String,
 }
@@ -316,7 +314,7 @@ impl EspeakNg {
             .stderr(Stdio::null())
             .spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        // It reads all input before it writes, but this is not guaranteed: a separate thread sends the text.
+        // It reads all input before it writes, but this is not guaranteed, so a separate thread sends the text.
         let wav = thread::scope(|scope| {
             thread::Builder::new().spawn_scoped(scope, move || {
                 if let Some(mut stdin) = stdin {
@@ -335,16 +333,16 @@ impl EspeakNg {
     }
 }
 
-/// Longest sentence as audio; texts are cut at 300 bytes before.
+/// Longest audio of a sentence; texts are split at 300 bytes before.
 const SENTENCE_MAX: Duration = Duration::from_secs(120);
 
-/// The same in bytes of the 22 050 Hz that espeak-ng speaks.
+/// The same in bytes at 22 050 Hz, the rate of espeak-ng.
 const SENTENCE_WAV_MAX: u64 = 120 * 22_050 * 2 + 64;
 
 /// Samples per message: 64 ms at 16 kHz.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// Rate that is named for a text without words.
+/// Rate reported for a text without words.
 const SILENT_RATE_HZ: u32 = 16_000;
 
 const FLITE_VOICE: &str = "slt";

@@ -2,7 +2,7 @@
 
 use super::installation::{Installation, ballast, said};
 
-/// Reserved for documentation (RFC 5737): no machine has it.
+/// Documentation address (RFC 5737), which no machine has.
 const ABSENT: &str = "192.0.2.7";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

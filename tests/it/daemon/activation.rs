@@ -53,7 +53,7 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
         "gRPC is served on its socket"
     );
 
-    // Killed, and ended cleanly: the next daemon serves connections made in between.
+    // After a kill and after a clean end, the next daemon serves connections made in between.
     daemon.kill();
     let meanwhile = asks(address);
     let daemon = installation.start().await;
@@ -85,7 +85,7 @@ async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
     );
     let (other_address, unknown_address) =
         (other.local_addr().unwrap(), unknown.local_addr().unwrap());
-    // The configuration requests HTTP on a socket of its own.
+    // The configuration requests HTTP on a separate socket.
     let own = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()

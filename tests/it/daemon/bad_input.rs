@@ -51,7 +51,7 @@ fn reason(status: &Status) -> (Code, String) {
     )
 }
 
-/// Entries of the ledger, without their expiry and measurements.
+/// Returns the ledger's entries without expiry and measurements.
 fn book(installation: &Installation) -> Vec<(Value, Value, Value)> {
     let leases = installation.json(&["leases"]);
     let of = |lease: &Value| {
@@ -73,7 +73,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let before = book(&installation);
     assert_eq!(before.len(), 1);
 
-    // There is no worker here with the name that is refused there.
+    // No worker here has the name refused there.
     let mut sizes = bad_requests(&good("two"));
     sizes.retain(|(_, request)| request.tenant != "asr");
     sizes.extend([
@@ -113,7 +113,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     }
     assert_eq!(book(&installation), before);
 
-    // An identical request is the same lease; with another content it is refused.
+    // An identical request returns the same lease; with other content it is refused.
     let again = granted(&mut client, good("one")).await;
     assert_eq!(
         (again.name, again.generation),
@@ -269,7 +269,7 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
     installation.replay();
 }
 
-/// A user without processes here.
+/// User without processes on this machine.
 const OTHER_UID: u32 = 61_006;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -371,7 +371,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         "closed at once, without a byte"
     );
     assert!(renewals > 0);
-    // Its slot is free again after it was abandoned.
+    // The slot of an abandoned connection is free again.
     let mut operator = daemon.operator();
     let free_again = async {
         while operator
@@ -397,11 +397,10 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
     daemon.end().await;
 }
 
-/// A worker whose memory can never be granted is not awaited: every speech listener reports that at once, with the
-/// figures.
+/// A worker whose memory can never be granted is not awaited: every speech listener reports this at once, with figures.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
-    // It fits the budget, but not beside the LLM's floor.
+    // It fits the budget alone, but not together with the LLM's floor.
     let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
     let installation = Installation::new(&format!(
         "{}{}workers:\n{voice}{LISTENER}",
@@ -439,7 +438,7 @@ async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
     daemon.end().await;
 }
 
-/// A value that every listener parses, but with which no token could be chosen, is the caller's error.
+/// A value that every listener parses, but that leaves no token to sample, is the caller's error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));

@@ -23,7 +23,7 @@ use crate::{
     support::{PATIENCE, fixture},
 };
 
-/// An installation with a recogniser and a voice, in a few lines of Python.
+/// Creates an installation with a recogniser and a voice, in a few lines of Python.
 fn installation() -> Installation {
     installation_with("500ms")
 }
@@ -64,19 +64,19 @@ fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
     })
 }
 
-/// A tenth of a second in Wyoming's format.
+/// Returns 0.1 s of audio in Wyoming's format.
 fn voice() -> Vec<u8> {
     cotenant::speech::audio::pcm_bytes(&crate::support::voiced(1600))
 }
 
-/// A tenth of a second, as a WAV file.
+/// Returns 0.1 s of audio as a WAV file.
 fn speech() -> Vec<u8> {
     cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(1600))
         .to_wav()
         .unwrap()
 }
 
-/// Waits until the listener describes its workers as they described themselves.
+/// Waits until the listener returns the descriptions of its workers.
 async fn reported(
     client: &mut Client,
     wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool,
@@ -91,7 +91,7 @@ async fn reported(
     }
 }
 
-/// Whether the other worker still serves.
+/// Checks that the other worker still serves.
 async fn hears(daemon: &Daemon<'_>) {
     let spoken = speech();
     let heard = daemon.hear(&spoken).await;
@@ -134,7 +134,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
         "it answers others"
     );
 
-    // All of it hangs: it is ended, and the certificate gives the reason.
+    // The whole worker hangs: it is ended, and the certificate gives the reason.
     let mut client = Client::connect(&installation).await;
     client.say(speaks("hang", None)).await;
     assert_eq!(client.refusal().await.0, "worker-lost");
@@ -182,7 +182,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     ));
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
-    // Two are no proof, with an answered one in between.
+    // Two are no proof, if another request was answered in between.
     for text in ["hang", "hello", "hang", "hang"] {
         let answer = daemon.speak(text).await;
         let expected = if text == "hello" { 200 } else { 503 };
@@ -226,7 +226,7 @@ async fn what_a_worker_sends_wrong_is_reported_to_that_client_alone() {
         next.until("audio-stop").await;
         hears(&daemon).await;
     }
-    // And a client that sends half a frame and disconnects.
+    // A client that sends half a frame and disconnects.
     let mut client = Client::connect(&installation).await;
     client
         .writer
@@ -376,8 +376,8 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     daemon.end().await;
 }
 
-/// A WAV file is complete within the client's read timeout, any other format has started by then; every request is
-/// accepted before the voice's speed is known, and after it has rested.
+/// A WAV file is complete within the client's read timeout, any other format has started by then. Every request is
+/// accepted before the voice's speed is known, and after a pause.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_once() {
     if !python_is_there() {
@@ -425,7 +425,7 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
         );
     }
 
-    // It would wait for others, and is accepted when they are done.
+    // With other requests queued it is refused, and accepted once they are done.
     let others = join_all((0..12).map(|_| say(short, "pcm", None)));
     let behind = async {
         let deadline = Instant::now() + PATIENCE;

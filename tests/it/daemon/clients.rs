@@ -13,11 +13,10 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use super::installation::{Daemon, Installation, asr, budget, demo_model, said, tts};
 use crate::support::speech_is_installed;
 
-/// Far beyond a client's duration (10 s on an idle machine): only a hanging one is abandoned.
+/// Far longer than a client runs (10 s on an idle machine), so that only a hung one is abandoned.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(300);
 
-/// Runs a client script to completion, off the test's own thread; `None` if the environment with the clients is
-/// missing.
+/// Runs a client script to completion on another thread; `None` if the environment with the clients is missing.
 pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output> {
     let Some(venv) = std::env::var_os("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
@@ -26,7 +25,6 @@ pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output>
     Some(run(python(&venv), script, arguments).await)
 }
 
-/// The interpreter of a virtual environment.
 fn python(venv: &OsStr) -> Command {
     let mut command = Command::new(Path::new(venv).join("bin/python"));
     command.args(["-B", "-W", "ignore"]);
@@ -50,7 +48,7 @@ async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output
     output
 }
 
-/// An installation of the release build if there is one: clients ask for many answers.
+/// Creates an installation of the release build, if there is one: clients request many answers.
 fn installation(workers: &str) -> Installation {
     let mut installation = Installation::new(&format!(
         "{}{}{workers}",
@@ -71,7 +69,7 @@ fn url(daemon: &Daemon<'_>) -> String {
     format!("http://{}/v1", daemon.http)
 }
 
-/// Sheds and lets grow back, repeatedly.
+/// Sheds and regrows repeatedly.
 async fn shed_until(installation: &Installation, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         for command in [&["shed", "64MiB"][..], &["regrow"]] {

@@ -31,7 +31,7 @@ fn the_unit_file_is_understood_by_systemd() {
             return;
         }
     };
-    // The program is not installed where the tests run, which systemd reports too. Restart backoff needs systemd 254;
+    // The program is not installed on the test machine, which systemd reports too. Restart backoff needs systemd 254;
     // older versions ignore these keys.
     let known = [
         "is not executable: No such file or directory",
@@ -68,14 +68,14 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
             .map(|line| line.split_whitespace().map(str::to_owned).collect())
             .collect()
     };
-    // Groups of workers with limits of memory, processes and CPU time.
+    // For workers' groups with limits on memory, processes and CPU time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
-    // A group that delegates the memory controller accepts no process, including the next daemon beside living workers.
+    // A group that delegates the memory controller accepts no process, including the next daemon while workers survive.
     assert!(
         unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"),
         "restarts fail in version 2"
     );
-    // Answers may finish before SIGTERM; systemd waits for that, and without it the wait would be a timeout.
+    // Answers may complete before SIGTERM; systemd must wait for that.
     let seconds = |text: &str| -> u32 { text.strip_suffix('s').unwrap().parse().unwrap() };
     let stop = &of("ExecStop")[0];
     assert_eq!(

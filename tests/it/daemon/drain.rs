@@ -1,4 +1,4 @@
-//! Drains that are waited for.
+//! Drains with a wait for running answers.
 
 use std::process::{Command, Stdio};
 
@@ -20,7 +20,7 @@ use tokio::{
     net::UnixListener,
 };
 
-/// A daemon with an LLM that answers a question with so many tokens; the connection has its first words.
+/// Starts a daemon with an LLM and requests an answer of this many tokens; the connection has received its first words.
 async fn answering(installation: &Installation, tokens: u32) -> (Daemon<'_>, Connection) {
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -36,7 +36,7 @@ async fn a_drain_that_is_waited_for_ends_with_the_last_answer_and_cuts_none() {
     let (daemon, mut connection) = answering(&installation, 4000).await;
     let answer = tokio::spawn(async move { connection.answer().await });
     assert_eq!(installation.json(&["status"])["runningAnswers"], 1);
-    // The time is over at the first look.
+    // The time limit has passed at the first look.
     let late = installation.run(&["drain", "--wait", "1ms"]);
     assert_eq!(late.status.code(), Some(5), "{}", said(&late));
     let error = "error: not drained within 1 ms; answers that still run: 1";
@@ -58,7 +58,7 @@ async fn a_drain_that_is_waited_for_ends_with_the_last_answer_and_cuts_none() {
         (&drained["draining"], &drained["runningAnswers"]),
         (&json!(true), &json!(0))
     );
-    // It was complete when the drain was.
+    // It was complete when the drain ended.
     daemon.signal(Signal::SIGKILL);
     let (events, _) = answer.await.unwrap().events();
     assert_eq!(events.last().map(String::as_str), Some("[DONE]"));
@@ -109,7 +109,7 @@ async fn a_wait_that_is_interrupted_leaves_the_drain_and_one_that_is_overtaken_s
         said(&output)
     );
 
-    // An answer whose client has gone does not run.
+    // An answer whose client has disconnected is not running.
     drop(connection);
     installation.tell(&["drain", "--wait", "30s"]);
     daemon.end().await;
@@ -120,7 +120,7 @@ async fn an_answer_that_is_spoken_is_spoken_to_its_last_sentence_in_a_drain() {
     let (installation, socket) = with_voice_at_a_socket();
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
-    // The test speaks in place of the worker.
+    // The test listens in place of the worker.
     let _ = std::fs::remove_file(&socket);
     let listener = UnixListener::bind(&socket).unwrap();
     let voice = tokio::spawn(async move {
@@ -154,7 +154,7 @@ async fn an_answer_that_is_spoken_is_spoken_to_its_last_sentence_in_a_drain() {
         .await;
     client.say(piece("Good night. Stop the")).await;
     client.until("audio-chunk").await;
-    // Between two sentences nothing is at the worker, and the answer still runs.
+    // Between two sentences the worker has no request, but the answer still runs.
     let late = installation.run(&["drain", "--wait", "300ms"]);
     assert_eq!(late.status.code(), Some(5), "{}", said(&late));
     let mut other = Client::connect(&installation).await;

@@ -148,7 +148,7 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
     assert_eq!(granted.held_bytes, 16 * MIB);
     assert!(installation.tell(&["leases"]).contains("camera"));
     installation.tell(&["leases", "release", &granted.name]);
-    // Its bytes leave the ledger as soon as its process, which continues to use memory, has been measured again.
+    // Its bytes leave the ledger once its process, which continues to use memory, has been measured again.
     daemon
         .until("the lease is gone", |status| {
             let camera = status.leases.iter().find(|lease| lease.tenant == "camera");
@@ -170,7 +170,7 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
     assert!(endless.text().contains("1024 tokens"), "{}", endless.text());
     assert_eq!(endless.header("x-should-retry"), "false");
 
-    // Beyond its current capacity. The lease leaves it only its floor.
+    // Beyond its current capacity: the lease leaves it only its floor.
     let status = daemon.status().await;
     let floor = status
         .leases
@@ -279,7 +279,7 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     let short = daemon.chat(story(json!({}))).await;
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
     daemon.end().await;
-    // Its client's own limit is the larger one, the text must be long, and time ends it.
+    // The client's own limit is larger and the text is long, so the time limit ends it.
     installation.configure(&limited("answer_time_max: 1s"));
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -299,7 +299,7 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_answer_ends_for_one_that_waits() {
-    // Answers that run together wait for none.
+    // Answers that run together do not wait for one another.
     let one = "answer_time_shared: 1s, parallel: 1, kv_floor: 128";
     let model = demo_model(8192).replace("kv_floor: 128", one);
     let installation = Installation::new(&format!("{}{model}", budget(128)));
@@ -335,7 +335,7 @@ async fn a_long_answer_ends_for_one_that_waits() {
     daemon.end().await;
 }
 
-/// Two hundred bytes that once took gigabytes: refused by each API, and abandoned when the client disconnects.
+/// Two hundred bytes that once took gigabytes: refused by each API, and cancelled when the client disconnects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_schema_that_would_take_all_memory_takes_none() {
     let installation = Installation::new(&format!("{}{}", budget(256), demo_model(1024)));
@@ -374,7 +374,7 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
         let answer = crate::http::client::post_json(daemon.http, path, body).await;
         assert_eq!(answer.status, 400, "{path}: {}", answer.text());
     }
-    // Clients that disconnect while it is computed.
+    // Clients that disconnect during the computation.
     let head = [("content-type", "application/json")];
     for (path, body) in &asked {
         let mut connection = Connection::open(daemon.http).await;
@@ -383,7 +383,7 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
             .await;
         drop(connection);
     }
-    // The next request is unaffected, and nothing remains: no job of the helper, and no memory.
+    // The next request is unaffected, and neither a job of the helper nor memory remains.
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let helpers = children(daemon.pid());
     assert!(
@@ -403,13 +403,13 @@ async fn what_belongs_to_another_is_not_taken_away() {
     let installation = Installation::new(&budget(64));
     let daemon = installation.start().await;
 
-    // The socket of a running daemon.
+    // Socket of a running daemon.
     let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
     let named = format!("the supervisor with pid {} runs in `", daemon.pid());
     assert!(text.contains(&named) && text.contains("hint: "), "{text}");
 
-    // The port of a running program.
+    // Port of a running program.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = Installation::new("");
     let address = taken.local_addr().unwrap().to_string();
@@ -427,7 +427,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     drop(taken);
     other.start().await.end().await;
 
-    // A folder that cannot be created.
+    // Folder that cannot be created.
     let third = Installation::new("");
     fs::write(third.path("run"), "a file").unwrap();
     third.configure(&budget(64));

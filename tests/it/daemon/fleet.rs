@@ -1,4 +1,4 @@
-//! gRPC over TLS for other machines: certificates of the fleet's CA only, without leases.
+//! gRPC over TLS for other machines: only certificates of the fleet's CA, and no leases.
 
 use std::{
     fs,
@@ -66,7 +66,7 @@ impl Ca {
     }
 }
 
-/// `cotenant` as run by another machine; `identity` has the certificate and the CA that it trusts.
+/// Runs `cotenant` as another machine; `identity` is its certificate and the CA that it trusts.
 fn cotenant(url: &str, command: &[&str], identity: Option<(&Ca, &str, &Ca)>) -> Output {
     let mut run = Command::new(PROGRAM);
     run.args(["--endpoint", url]);
@@ -102,7 +102,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
             "tcp: {{listen: \"127.0.0.1:0\", cert: {folder}/box.pem, key: {folder}/{key}, client_ca: {folder}/ca.pem, role: watchdog}}"
         )
     };
-    // Mismatched files, and a key readable by every user, are errors of the start.
+    // Mismatched files, and a key readable by other users, are errors of the start.
     installation.configure_grpc(&budget(64), &tcp("desk.key"));
     let (status, text) = installation.refuses_to_start();
     assert!(
@@ -135,7 +135,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     let health = cotenant(url, &["health"], Some((&fleet, "desk", &fleet)));
     assert_eq!(health.status.code(), Some(0), "{}", said(&health));
 
-    // The role is the configured one, and leases are for processes of this machine.
+    // The role is the configured one, and leases are only for processes of this machine.
     let regrow = cotenant(url, &["regrow"], Some((&fleet, "desk", &fleet)));
     assert!(
         regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"),

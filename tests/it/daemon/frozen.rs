@@ -1,15 +1,15 @@
-//! Stopped threads of the program: a fault from outside, without a hook in the program.
+//! Threads of the program stopped from outside, without a hook in the program.
 
 use std::{fs, sync::mpsc::RecvTimeoutError, time::Duration};
 
-/// A thread of another process stopped through ptrace.
+/// Thread of another process stopped by ptrace.
 pub(super) struct Frozen {
     thaw: std::sync::mpsc::Sender<()>,
     tracer: std::thread::JoinHandle<()>,
 }
 
 impl Frozen {
-    /// Stops the thread with this name. The tracer must stay the same thread, so a dedicated one is used.
+    /// Stops the thread with this name. All requests must come from one tracer thread, so a dedicated one is used.
     pub(super) fn thread(pid: u32, name: &str) -> Self {
         let tid: libc::pid_t = fs::read_dir(format!("/proc/{pid}/task"))
             .unwrap()
@@ -51,7 +51,6 @@ impl Frozen {
         Self { thaw, tracer }
     }
 
-    /// Resumes it.
     pub(super) fn thaw(self) {
         drop(self.thaw);
         self.tracer.join().unwrap();

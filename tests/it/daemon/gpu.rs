@@ -1,4 +1,4 @@
-//! The LLM on a GPU: the unmodified daemon on an imitated driver, compared with the CPU.
+//! The LLM on a GPU: the unmodified daemon with an imitated driver, compared with the CPU.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::{
     support::{PATIENCE, eventually},
 };
 
-/// Two short answers, and three that end at [`TOKENS_MAX`]: more than 256 tokens in all.
+/// Two short answers, and three that end at [`TOKENS_MAX`]: more than 256 tokens in total.
 const QUESTIONS: [&str; 5] = [
     "tell me a long story",
     "turn on the kitchen light",
@@ -25,11 +25,10 @@ const QUESTIONS: [&str; 5] = [
     "set a timer for ten minutes",
     "tell me a very long story",
 ];
-/// Limit per answer.
 const TOKENS_MAX: u32 = 88;
-/// Time for a whole answer: the imitation takes 13 to 22 s of one core for its 5,500 kernels, and a busy machine
-/// provides only a part of a core. Just above the default of `llm.answer_time_max`, with which the daemon itself ends
-/// an answer.
+/// Time limit of a complete answer: the imitation takes 13 to 22 s of one core for its 5,500 kernels, and a busy
+/// machine provides only a part of a core. Slightly above the default of `llm.answer_time_max`, at which the daemon
+/// itself ends an answer.
 const ANSWER_MAX: Duration = Duration::from_secs(310);
 
 async fn ask(daemon: &Daemon<'_>, question: &str) -> Answer {
@@ -55,8 +54,8 @@ fn driver() -> PathBuf {
     out.join("driver")
 }
 
-/// The demo model on `device`. The questions fit the smallest context: an answer that outgrows it may be cut short by a
-/// shed.
+/// Returns the configuration of the demo model on `device`. The questions fit the smallest context: a longer answer may
+/// be cut short by a shed.
 fn sections(device: &str) -> String {
     let model = demo_model(16_384).replace(
         "kv_floor: 128",
@@ -65,7 +64,7 @@ fn sections(device: &str) -> String {
     format!("{}{model}", budget(256))
 }
 
-/// An installation whose next daemons find the imitated driver with these settings; returns its log.
+/// Makes the next daemons of an installation find the imitated driver with these settings; returns its log.
 fn with_driver(installation: &mut Installation, settings: &[(&str, &str)]) -> PathBuf {
     let log = installation.path("driver.ndjson");
     installation.environment = vec![
@@ -79,7 +78,7 @@ fn with_driver(installation: &mut Installation, settings: &[(&str, &str)]) -> Pa
     log
 }
 
-/// Answers to all questions, and their token count.
+/// Returns the answers to all questions, and their token count.
 async fn answers(daemon: &Daemon<'_>) -> (Vec<String>, u64) {
     let (mut texts, mut tokens) = (Vec::new(), 0);
     for question in QUESTIONS {
@@ -92,7 +91,7 @@ async fn answers(daemon: &Daemon<'_>) -> (Vec<String>, u64) {
     (texts, tokens)
 }
 
-/// The driver's log of an ended process: nothing remains, and no call was wrong.
+/// Checks the driver's log of an ended process: everything was released, and no call was wrong. Returns the log.
 fn clean_exit(log: &Path) -> Value {
     let text = fs::read_to_string(log).unwrap();
     let notes: Vec<Value> = text
@@ -113,7 +112,7 @@ fn clean_exit(log: &Path) -> Value {
 }
 
 /// Asks all questions of a daemon on the CPU and of one on the imitated GPU: with ample memory; while memory is shed
-/// and regrown; with the whole model streamed; with its context in every type.
+/// and regrown; with the whole model streamed; with each KV type.
 async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
     let mut installation = Installation::new(&sections("cpu"));
     installation.prefer_release();
@@ -187,8 +186,8 @@ async fn a_gpu_that_computes_at_any_moment_answers_as_the_cpu() {
     answers_as_on_the_cpu(&[("FAKE_CUDA_ORDER", "7"), ("FAKE_CUDA_DEVICE", "orin")]).await;
 }
 
-/// Asks for long answers until the GPU fails: in the first one, since load, calibration and the previous answer take
-/// 1,000 kernels and a token 62. Returns an answer from before, and one from after the recovery.
+/// Requests long answers until the GPU fails: during the first one, since load, calibration and the previous answer
+/// take 1,000 kernels, and a token 62. Returns an answer from before, and one from after the recovery.
 async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -220,7 +219,7 @@ async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
         after = ask(&daemon, QUESTIONS[1]).await;
     }
     let after = content(&after);
-    // It is retried automatically, which is a warning and not an error.
+    // It is retried automatically, which is a warning, not an error.
     daemon.end().await;
     let log = installation.log();
     let warned = log
@@ -267,7 +266,7 @@ async fn the_cpu_answers_when_the_gpu_is_lost() {
     .await;
 }
 
-/// A GPU that passes its trial would otherwise be chosen and fail again.
+/// Otherwise a GPU that passes its trial would be selected and fail again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_passes_its_trial_and_does_not_start_is_not_tried_again_by_itself() {
     let mut installation = Installation::new(&sections("auto"));
@@ -321,14 +320,14 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
     daemon.whole().await;
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
     let lease = &installation.json(&["leases"])[0];
-    // The rest is its KV cache, 32 MiB, 5 MiB of weights, and small items.
+    // The rest is its KV cache of 32 MiB, 5 MiB of weights, and small buffers.
     let held = lease["heldBytes"].as_u64().unwrap() >> 20;
     assert!((64 + 32 + 5..64 + 32 + 5 + 32).contains(&held), "{lease}");
     daemon.end_after(&["the LLM has failed"]).await;
     clean_exit(&log);
 }
 
-/// An integrated device's measurements at a start are in the state directory, and reused from there.
+/// Measurements of an integrated GPU at the first start are stored in the state directory, and reused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_it() {
     let mut installation = Installation::new(&sections("cuda"));

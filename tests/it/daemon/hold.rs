@@ -98,7 +98,7 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
         "over: the supervisor is away, and the term of 2 s ends"
     );
     assert_eq!(holder.wait().await.unwrap().code(), Some(4));
-    // On kernels that list children, the program has ended too.
+    // On kernels that list children, check that the program has ended too.
     if let Some(child) = child.and_then(|text| text.trim().parse::<u32>().ok()) {
         eventually("the program has ended", || !runs(child)).await;
     }
@@ -204,7 +204,7 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
 async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let installation = Installation::new(&budget(128));
     let daemon = installation.start().await;
-    // It shrinks to any target at once: it uses very little.
+    // It reaches any target at once, since it uses very little.
     let mut holder = Command::new(PROGRAM)
         .args([
             "hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch",
@@ -246,7 +246,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
             status.waiting_requests == 1
         })
         .await;
-    // A request for half of the first one's lease is granted as soon as that has come down.
+    // A request for half of the first lease is granted as soon as the holder has shrunk.
     installation.tell(&[
         "hold",
         "voice",

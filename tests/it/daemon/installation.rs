@@ -37,40 +37,37 @@ use crate::{
     support::{PATIENCE, fixture, runs},
 };
 
-/// The program.
 pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
 
 /// Polling interval for slow conditions.
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(5);
 
-/// A folder with a configuration; daemons run on it one after another.
+/// Folder with a configuration, on which daemons run one after another.
 pub(super) struct Installation {
-    /// Daemons that have run here; each led a separate session, which contains its workers.
+    /// Sessions of all daemons started here, which include their workers.
     sessions: Mutex<Vec<u32>>,
     folder: tempfile::TempDir,
-    /// The program that runs here.
     pub(super) program: String,
-    /// Whether a neighbour lives in the same session: while a file `come` exists, a process unknown to the daemon fills
-    /// this many MiB within a second, keeps them for another, and ends.
+    /// If set, a neighbour runs in the same session: while a file `come` exists, a process unknown to the daemon
+    /// allocates this many MiB within a second, holds them for another, and ends.
     pub(super) neighbour: Option<u32>,
-    /// Environment variables of daemons started from now on.
+    /// Environment variables for daemons started from now on.
     pub(super) environment: Vec<(String, String)>,
-    /// Sockets passed to daemons as systemd does, with their names.
+    /// Sockets passed to daemons as by systemd, with their names.
     pub(super) passed: Vec<(&'static str, OwnedFd)>,
-    /// `cgroup.procs` of the control group of daemons and commands.
+    /// `cgroup.procs` of the control group for daemons and commands.
     pub(super) group: Option<PathBuf>,
 }
 
-/// A running daemon.
 pub(super) struct Daemon<'installation> {
     installation: &'installation Installation,
     child: Guard,
     channel: Channel,
-    /// Its HTTP address; the lowest port if there is none.
+    /// Its HTTP address; port 1 of loopback if it has none.
     pub(super) http: SocketAddr,
 }
 
-/// `budget:` and `shedding:` of a small budget that counts only the daemon's own processes.
+/// Returns `budget:` and `shedding:` of a small budget that counts only the daemon's own processes.
 pub(super) fn budget(mib: u32) -> String {
     format!(
         "budget: {{total: {}MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, sample_max: 100ms}}\n\
@@ -79,13 +76,13 @@ pub(super) fn budget(mib: u32) -> String {
     )
 }
 
-/// `llm:` with the demo model, and this many tokens of context, 2 KiB each.
+/// Returns `llm:` with the demo model and this many tokens of context, 2 KiB each.
 pub(super) fn demo_model(context: u32) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
     model(&path, context)
 }
 
-/// `llm:` with any model.
+/// Returns `llm:` with any model.
 pub(super) fn model(path: &Path, context: u32) -> String {
     format!(
         "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n",
@@ -93,15 +90,15 @@ pub(super) fn model(path: &Path, context: u32) -> String {
     )
 }
 
-/// `response_format` of an answer with thousands of tokens.
+/// Returns `response_format` for an answer of thousands of tokens.
 pub(super) fn long_form() -> Value {
-    // Many texts of one form: the allowed next tokens are computed once for all of them.
+    // Many texts of one form, for which the allowed tokens are computed once.
     let schema =
         json!({"type": "array", "minItems": 160, "items": {"type": "string", "minLength": 60}});
     json!({"type": "json_schema", "json_schema": {"name": "long", "schema": schema}})
 }
 
-/// An entry of `workers:`: our recogniser with both sizes.
+/// Returns an entry of `workers:` for our recogniser with both sizes.
 pub(super) fn asr() -> String {
     format!(
         "  - name: asr
@@ -117,7 +114,7 @@ pub(super) fn asr() -> String {
     )
 }
 
-/// An entry of `workers:`: our voice.
+/// Returns an entry of `workers:` for our voice.
 pub(super) fn tts() -> String {
     "  - name: tts
     role: tts
@@ -127,10 +124,10 @@ pub(super) fn tts() -> String {
     .to_owned()
 }
 
-/// An entry of `workers:`: one that needs nothing installed, and holds 2 MiB.
+/// Returns an entry of `workers:` that needs nothing installed, and holds 2 MiB.
 ///
-/// It is never restarted for its use: the kernel maps 4 to 24 MiB of a debug build's text, depending on the size of the
-/// file's folios in the page cache.
+/// It is never recycled: the kernel maps 4 to 24 MiB of a debug build's text, depending on the size of the file's
+/// folios in the page cache.
 pub(super) fn ballast() -> String {
     "  - name: ballast
     role: other
@@ -143,7 +140,7 @@ pub(super) fn ballast() -> String {
 }
 
 impl Installation {
-    /// A folder with a configuration: `sections`, plus those that set the paths.
+    /// Creates a folder with a configuration: `sections`, and those that set the paths.
     pub(super) fn new(sections: &str) -> Self {
         let installation = Self {
             sessions: Mutex::default(),
@@ -158,14 +155,14 @@ impl Installation {
         installation
     }
 
-    /// Runs the release build if there is one: for clients that ask for many answers.
+    /// Uses the release build, if there is one, for clients that request many answers.
     pub(super) fn prefer_release(&mut self) {
         if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
             self.program = release.into_string().unwrap();
         }
     }
 
-    /// Rewrites the configuration; HTTP takes a free port.
+    /// Rewrites the configuration, with a free port for HTTP.
     pub(super) fn configure(&self, sections: &str) {
         self.configure_with_http(sections, "127.0.0.1:0");
     }
@@ -188,7 +185,7 @@ impl Installation {
         fs::write(self.config(), text).unwrap();
     }
 
-    /// Rewrites the configuration, with more lines of `grpc:`.
+    /// Rewrites the configuration, with additional lines of `grpc:`.
     pub(super) fn configure_grpc(&self, sections: &str, more: &str) {
         self.configure(sections);
         let text = fs::read_to_string(self.config()).unwrap();
@@ -207,7 +204,7 @@ impl Installation {
         self.path("cotenant.yaml")
     }
 
-    /// A name unique to this installation.
+    /// Returns a name unique to this installation.
     pub(super) fn abstract_name(&self) -> String {
         let name = self.folder.path().file_name().unwrap().to_str().unwrap();
         format!("cotenant-it-{}", name.trim_start_matches('.'))
@@ -217,7 +214,6 @@ impl Installation {
         self.path("cotenant.sock")
     }
 
-    /// Stderr of the daemons.
     pub(super) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
@@ -254,7 +250,7 @@ impl Installation {
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
-        // Above their numbers in the child.
+        // Above their final numbers in the child.
         let above = |fd: &OwnedFd| fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(100)).unwrap();
         let passed: Vec<OwnedFd> =
             // SAFETY: `fcntl` has just created this descriptor.
@@ -342,7 +338,7 @@ impl Installation {
         command.output().unwrap()
     }
 
-    /// Makes started processes begin in the control group.
+    /// Makes processes start in the control group.
     fn join_group(&self, command: &mut Command) {
         let Some(group) = &self.group else { return };
         let procs = fs::OpenOptions::new().write(true).open(group).unwrap();
@@ -357,7 +353,7 @@ impl Installation {
         }
     }
 
-    /// As [`Self::run`]; it must succeed. Returns its output.
+    /// As [`Self::run`], for a command that must succeed. Returns its output.
     pub(super) fn tell(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", said(&output));
@@ -371,7 +367,7 @@ impl Installation {
         serde_json::from_str(&self.tell(&arguments)).unwrap()
     }
 
-    /// Lines of `cotenant events`, in text form.
+    /// Returns the lines of `cotenant events` as text.
     pub(super) fn events(&self) -> String {
         self.tell(&["events"])
     }
@@ -395,7 +391,7 @@ impl Installation {
 }
 
 impl Drop for Installation {
-    /// A killed daemon, also after a failed test, has left its workers.
+    /// A killed daemon, also after a failed test, leaves its workers running.
     fn drop(&mut self) {
         let sessions = self.sessions.get_mut().unwrap();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -434,7 +430,6 @@ impl Daemon<'_> {
             .into_inner()
     }
 
-    /// Waits for a state.
     pub(super) async fn until(
         &self,
         what: &str,
@@ -455,24 +450,24 @@ impl Daemon<'_> {
         }
     }
 
-    /// Waits until the engine has its full plan and every worker serves.
+    /// Waits until the engine has its full plan and every worker is ready.
     pub(super) async fn whole(&self) -> GetStatusResponse {
         self.until("whole", |status| whole(status) && workers_ready(status))
             .await
     }
 
-    /// A greedy answer to one question.
+    /// Requests a greedy answer to one question.
     pub(super) async fn ask(&self, question: &str) -> Answer {
         self.chat(json!({ "messages": [{"role": "user", "content": question}] }))
             .await
     }
 
-    /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
+    /// Calls `/v1/chat/completions` with these fields; greedy unless they set otherwise.
     pub(super) async fn chat(&self, fields: Value) -> Answer {
         post_json(self.http, "/v1/chat/completions", &chat_body(fields)).await
     }
 
-    /// The connection on which a story is streamed, with these fields.
+    /// Returns a connection that streams a story, with these fields.
     pub(super) async fn tells(&self, fields: Value) -> Connection {
         let story = json!({
             "stream": true, "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}],
@@ -505,14 +500,12 @@ impl Daemon<'_> {
         connection.answer().await
     }
 
-    /// Speech of a text.
     pub(super) async fn speak(&self, text: &str) -> Answer {
         let body =
             json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": "wav" });
         post_json(self.http, "/v1/audio/speech", &body).await
     }
 
-    /// Text of a WAV file.
     pub(super) async fn hear(&self, wav: &[u8]) -> Answer {
         let fields = [
             ("model", None, &b"whisper-1"[..]),
@@ -521,7 +514,7 @@ impl Daemon<'_> {
         post_form(self.http, "/v1/audio/transcriptions", &fields).await
     }
 
-    /// The value of a metric, labels included in `name`.
+    /// Returns the value of a metric; `name` includes the labels.
     pub(super) async fn metric(&self, name: &str) -> Option<f64> {
         let answer = get(self.http, "/metrics").await;
         let line = answer
@@ -535,8 +528,8 @@ impl Daemon<'_> {
         kill(pid_of(self.pid()), signal).unwrap();
     }
 
-    /// Ends it as a service manager does, and checks the result: nothing runs, the exit code is 0, no thread panicked,
-    /// and the journal replays.
+    /// Ends it like a service manager, and checks the result: no process remains, the exit code is 0, no thread
+    /// panicked, and the journal replays.
     pub(super) async fn end(self) {
         self.end_after(&[]).await;
     }
@@ -572,14 +565,14 @@ impl Daemon<'_> {
         ended(&mut self.child.0).expect("it does not end")
     }
 
-    /// Kills it, as the OOM killer does; waits until it is gone.
+    /// Kills it like the OOM killer, and waits for its end.
     pub(super) fn kill(mut self) {
         self.child.0.kill().unwrap();
         self.child.0.wait().unwrap();
     }
 }
 
-/// Starts the daemon as this very process, next to neighbours that are not its children.
+/// Replaces this process by the daemon, next to neighbours that are not its children.
 const NEIGHBOURS: &str = r#"
 folder=$1 mib=$2 program=$3
 ( ( while [ -d "$folder" ] && [ ! -e "$folder/over" ]; do
@@ -590,7 +583,6 @@ shift 2
 exec "$@"
 "#;
 
-/// A child killed on drop.
 struct Guard(Child);
 
 impl Drop for Guard {
@@ -612,7 +604,7 @@ fn ended(child: &mut Child) -> Option<ExitStatus> {
     None
 }
 
-/// The body of a chat request: `fields`, with settings that make the answer reproducible.
+/// Returns the body of a chat request: `fields`, with settings that make the answer reproducible.
 pub(super) fn chat_body(mut fields: Value) -> Value {
     let mut body = json!({ "model": "demo", "temperature": 0, "max_tokens": 200 });
     body.as_object_mut()
@@ -621,7 +613,7 @@ pub(super) fn chat_body(mut fields: Value) -> Value {
     body
 }
 
-/// The text of a chat answer in one piece.
+/// Returns the text of a non-streamed chat answer.
 pub(super) fn content(answer: &Answer) -> String {
     assert_eq!(answer.status, 200, "{}", answer.text());
     answer.json()["choices"][0]["message"]["content"]
@@ -630,7 +622,7 @@ pub(super) fn content(answer: &Answer) -> String {
         .to_owned()
 }
 
-/// Whether the engine has its full plan.
+/// Returns whether the engine has its full plan.
 pub(super) fn whole(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         engine.layers_total > 0
@@ -640,7 +632,6 @@ pub(super) fn whole(status: &GetStatusResponse) -> bool {
     })
 }
 
-/// Whether every worker serves.
 pub(super) fn workers_ready(status: &GetStatusResponse) -> bool {
     use cotenant::rpc::v1::WorkerState;
     status
@@ -657,7 +648,6 @@ pub(super) fn worker<'status>(status: &'status GetStatusResponse, name: &str) ->
         .unwrap()
 }
 
-/// Processes of the workers.
 pub(super) fn pids(status: &GetStatusResponse) -> Vec<u32> {
     status
         .workers
@@ -670,7 +660,6 @@ pub(super) fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(i32::try_from(pid).unwrap())
 }
 
-/// All output of a command.
 pub(super) fn said(output: &Output) -> String {
     format!(
         "{:?}\n{}{}",
@@ -680,10 +669,10 @@ pub(super) fn said(output: &Output) -> String {
     )
 }
 
-/// Anonymous memory of a process as the kernel counts it, in bytes.
+/// Returns the anonymous memory of a process from the kernel, in bytes.
 ///
-/// Not its PSS: the share of the program's own pages changes whenever another process of the same program begins or
-/// ends, and concurrent tests are such processes.
+/// Not its PSS: the share of the program's own pages changes whenever another process of the same program, such as a
+/// concurrent test, starts or ends.
 pub(super) fn anonymous(pid: u32) -> u64 {
     let mut text = String::new();
     fs::File::open(format!("/proc/{pid}/smaps_rollup"))

@@ -66,7 +66,7 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     daemon.end().await;
 }
 
-/// Processes with `word` among their arguments.
+/// Returns processes with `word` among their arguments.
 fn all_with(word: &str) -> Vec<u32> {
     let has = |pid: &u32| {
         std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
@@ -156,7 +156,7 @@ async fn a_signal_ends_it_in_the_middle_of_an_answer() {
         }
         daemon.signal(Signal::SIGTERM);
     });
-    // The answer ends with a reason; it does not just stop.
+    // The answer ends with a reason, not silently.
     assert!([200, 503].contains(&answer.status), "{}", answer.text());
     eventually("it ends", || !runs(pid)).await;
     installation.replay();
@@ -233,7 +233,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
             .spawn()
             .unwrap();
         daemon.whole().await;
-        // Closing the terminal ends nothing.
+        // Closing the terminal does not end it.
         daemon.signal(Signal::SIGHUP);
         installation.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
@@ -246,7 +246,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
                     .is_some_and(|engine| engine.sheds == 1)
             })
             .await;
-        // Nothing can be reported after a SIGKILL, so the line must already exist.
+        // Nothing can be reported after a SIGKILL, so the line must already be written.
         let text = || std::fs::read_to_string(printed.path()).unwrap();
         eventually("the decision is reported", || {
             text().contains("an operator asked for 512 KiB")
@@ -296,7 +296,7 @@ async fn no_client_is_answered_before_the_machine_was_read() {
                     min_bytes: 1 << 20,
                     ..CreateLeaseRequest::default()
                 };
-                // It is queried as soon as the socket exists, which is earlier than any user would.
+                // It is queried as soon as the socket exists, earlier than by any user.
                 if let Ok(channel) = Endpoint::Path(installation.socket()).connect().await
                     && LeaseServiceClient::new(channel)
                         .create_lease(request)
@@ -325,7 +325,6 @@ async fn no_client_is_answered_before_the_machine_was_read() {
     assert_eq!(asked, RUNS);
 }
 
-/// The messages received by systemd so far.
 fn notified(socket: &UnixDatagram) -> Vec<String> {
     let mut messages = Vec::new();
     let mut buffer = [0; 4096];
@@ -379,7 +378,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     })
     .await;
 
-    // So does a budget in which the workers could never run.
+    // Neither does a budget in which the workers could never run.
     std::fs::write(
         installation.config(),
         changed.replace("total: 160MiB", "total: 72MiB"),
@@ -418,7 +417,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
             .contains("applied: budget.dwell, workers.ballast.argv, log.filter")
     );
 
-    // The worker keeps running, and uses the new settings after its next start.
+    // The worker keeps running, and uses the new settings from its next start.
     let argument = |status: &GetStatusResponse| {
         let pid = worker(status, "ballast").pid.unwrap();
         std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap()
@@ -433,7 +432,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         .await;
     assert!(argument(&status).contains("3MiB"));
 
-    // systemd's own method.
+    // The method of systemd.
     std::fs::write(
         installation.config(),
         changed.replace("dwell: 450ms", "dwell: 500ms"),
@@ -545,7 +544,7 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
             sequence.kv_blocks,
             sequence.kv_tokens.div_ceil(engine.kv_block_tokens)
         );
-        // 2 KiB each, whole blocks.
+        // 2 KiB per token, in whole blocks.
         assert!(
             sequence.kv_bytes >= u64::from(sequence.kv_tokens) * 2048,
             "{sequence:?}"
@@ -553,7 +552,7 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
-    // A conversation that differs earlier is kept beside it.
+    // A conversation that diverges earlier is kept separately.
     let other = format!(
         "{} and the one in the hall?",
         &question[..question.len() / 2]
@@ -680,7 +679,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     );
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
 
-    // A context beyond the KV capacity in force: the event names its requester.
+    // A context beyond the KV capacity in force: the event names its client.
     installation.tell(&["shed", "1MiB"]);
     let capacity = async || daemon.status().await.engine.unwrap().kv_capacity_tokens;
     let shed = capacity().await;
@@ -700,7 +699,7 @@ async fn api_keys_are_read_again_and_never_shown() {
             .contains("a request of client `kitchen` wants")
     })
     .await;
-    // It is not an operator's command: the shed and its dwell stay.
+    // This is not an operator's command: the shed and its dwell stay in force.
     assert_eq!(capacity().await, shed);
     assert!(
         daemon
@@ -742,7 +741,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     daemon.end_after(&["configuration not reloaded"]).await;
 }
 
-/// Both ends of the configuration's ranges, as far as one daemon can work with all of them at once.
+/// Both ends of the configuration's ranges, as far as one daemon can run with all of them at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_works_at_both_ends_of_what_the_configuration_accepts() {
     let least = "budget: {total: 192MiB, reserve: 64MiB, scope: session, hysteresis: 0B, dwell: 0s, grace: 0s, fill_rate_max: 1MiB, sample_min: 1ms, sample_max: 10ms}

@@ -13,14 +13,14 @@ use cotenant::{
 
 use super::installation::{Installation, demo_model, said};
 
-/// A memory-limited group, removed on drop.
+/// Control group with a memory limit, removed on drop.
 struct Limited {
     folder: PathBuf,
     version: CgroupVersion,
 }
 
 impl Limited {
-    /// A group beside this process's own, if this user may create one.
+    /// Creates a group beside this process's own, if this user may.
     fn new(mib: u64) -> Result<Self, String> {
         let own = Cgroup::own(&ProbeRoot::default())
             .ok_or("no group of ours with a memory controller")?;
@@ -107,7 +107,7 @@ async fn the_limit_of_a_control_group_is_the_budget_and_is_followed_while_it_cha
         "{}",
         status.limited_by
     );
-    // 8 % and at least 128 MiB stay free.
+    // 8 %, and at least 128 MiB, is reserved.
     assert_eq!(budget.budget_bytes, 772 << 20);
 
     for mib in [500, 700] {

@@ -1,4 +1,4 @@
-//! Memory that is shed, measured as returned, and regrown while answers continue unchanged.
+//! Memory that is shed, measured as returned, and regrown, while answers continue unchanged.
 
 use std::{fs, path::Path, time::Duration};
 
@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 /// A tenant's lease at rest, in MiB: more than the process of this test uses.
 const SMALL: u64 = 80;
 
-/// Its request while the model generates, in MiB: it does not fit beside the whole engine.
+/// Its request while the model generates, in MiB: it does not fit together with the full engine.
 const LARGE: u64 = 144;
 
 /// A prompt answered in a few tokens.
@@ -25,14 +25,14 @@ const STORY: &str = "tell me a story";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
-    // A dwell that outlasts this test.
+    // A dwell longer than this test.
     let installation = Installation::new(
         &format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"),
     );
     let daemon = installation.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
-    // Chunk size of prompts, and the longest time without commands: nothing streams, so no chunk is larger.
+    // Chunk size of prompts, and the longest time without commands: nothing is streamed, so no chunk is larger.
     let engine = &installation.json(&["status"])["engine"];
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
     assert!(
@@ -141,7 +141,7 @@ async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_d
     daemon.end().await;
 }
 
-/// Resident bytes of a process's program text.
+/// Returns the resident bytes of a process's program text.
 fn resident_text(pid: u32) -> u64 {
     let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
     let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
@@ -200,7 +200,7 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     assert!(counted.is_some_and(|tokens| tokens >= 200.0), "{counted:?}");
     daemon.end().await;
 
-    // All of it is recomputed: the answer is the same.
+    // Everything is recomputed: the answer is the same.
     let daemon = installation.start().await;
     daemon.whole().await;
     let third = daemon.chat(next).await;
@@ -265,7 +265,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
                 .into_inner()
                 .lease
                 .unwrap();
-            tokio::time::sleep(Duration::from_millis(50)).await; // some progress of the answer between two changes
+            tokio::time::sleep(Duration::from_millis(50)).await; // let the answer proceed between two changes
             assert!(granted.held_bytes >= mib * MIB, "{granted:?}");
             granted
         };
@@ -290,7 +290,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
         "{}",
         installation.events()
     );
-    // The tenant ends; the engine takes its memory back.
+    // The tenant ends; the engine regrows.
     let name = installation
         .json(&["leases"])
         .as_array()
@@ -352,7 +352,7 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     let gone_on = daemon.chat(ask(true)).await;
     let (short, long) = (ended.json(), gone_on.json());
     assert_eq!(short["choices"][0]["finish_reason"], "length", "{short}");
-    // The last chosen token has no room any more, and needs none.
+    // The last sampled token does not fit into the cache, and need not.
     assert_eq!(short["usage"]["total_tokens"], 193, "{short}");
     assert!(
         long["usage"]["total_tokens"].as_u64().unwrap() > 193,
@@ -376,8 +376,8 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     daemon.end().await;
 }
 
-/// The journal's file system stalls when memory is short, as on eMMC: queued lines must not consume the memory needed
-/// by a shed.
+/// The journal's file system stalls when memory is short, as on eMMC: queued lines must not use memory needed by a
+/// shed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(16_384)));
@@ -415,7 +415,7 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     daemon.end().await;
 }
 
-/// The body of a request takes the daemon's own memory and is shown as such: no other holder has it.
+/// The body of a request takes the daemon's own memory, and is reported as such: no other holder can use it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let installation = Installation::new(&format!(
@@ -441,7 +441,7 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let before = own(&daemon
         .until("measured", |status| whole(status) && own(status) > 0)
         .await);
-    // From an upload that never ends.
+    // From an upload that never completes.
     let head = format!(
         "POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n\
          content-length: {}\r\n\r\n",

@@ -31,7 +31,7 @@ fn find(bytes: &[u8], text: &[u8]) -> usize {
         .unwrap()
 }
 
-/// Starts a daemon on a bad model: the status, the APIs, `check` and the events must name the fault of the file, and
+/// Starts a daemon with a bad model: the status, the APIs, `check` and the events must name the fault of the file, and
 /// the worker and the leases must still work.
 async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let installation = Installation::new("");
@@ -129,19 +129,19 @@ async fn an_unknown_quantisation_is_named() {
     is_refused(retype, &["bad.gguf", "blk.0.attn_q.weight"]).await;
 }
 
-/// A file that no other process can open: an opener blocks in the kernel until this is dropped, or for
+/// File that no other process can open: an opener blocks in the kernel until this is dropped, or for
 /// `/proc/sys/fs/lease-break-time`, 45 s by default.
 struct Shut(fs::File);
 
 impl Shut {
-    /// `None` if the file system does not support leases.
+    /// Returns `None` if the file system does not support leases.
     fn new(path: &Path) -> Option<Self> {
         let file = fs::OpenOptions::new()
             .read(true)
             .write(true)
             .open(path)
             .unwrap();
-        // The kernel notifies the owner of the lease of a waiting process by a signal, which is ignored.
+        // The kernel notifies the owner of the lease about a waiting process by a signal, which is ignored.
         // SAFETY: two calls on a descriptor of our own, with numbers for arguments.
         let taken = unsafe {
             libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGWINCH);
@@ -151,7 +151,7 @@ impl Shut {
     }
 }
 
-/// `F_SETSIG` in `<fcntl.h>`, which the library leaves out.
+/// `F_SETSIG` in `<fcntl.h>`, missing in the library.
 const F_SETSIG: libc::c_int = 10;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -184,7 +184,7 @@ async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answe
     ] {
         assert!(failure.contains(word), "{failure}");
     }
-    // The daemon lives, and reports it.
+    // The daemon survives, and reports the failure.
     assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
     assert!(installation.tell(&["status"]).contains("failed"));
     assert!(
@@ -311,7 +311,7 @@ async fn a_model_that_is_cut_while_it_answers_fails_permanently_and_comes_back_w
     daemon.whole().await;
     assert_eq!(get(daemon.http, "/health").await.status, 200);
     installation.tell(&["shed", "1GiB"]);
-    // In place: the daemon has the file open.
+    // In place, since the daemon has the file open.
     fs::File::options()
         .write(true)
         .open(&path)
@@ -389,7 +389,7 @@ async fn a_model_that_is_cut_while_it_answers_fails_permanently_and_comes_back_w
 async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     let installation = Installation::new("");
     let path = installation.path("model.gguf");
-    // A link to itself: the error of opening it says nothing about the file.
+    // A link to itself: the error of opening it does not describe the file.
     std::os::unix::fs::symlink(&path, &path).unwrap();
     installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
     let daemon = installation.start().await;
@@ -402,7 +402,7 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     let status = daemon.until("failed", failed).await;
     assert!(!status.engine.unwrap().failed_permanently);
     let again = |status: &GetStatusResponse| {
-        // The backoff has doubled: it has been read more than once.
+        // The backoff has doubled, so it has been read more than once.
         let next = status.engine.as_ref().and_then(|engine| engine.next_try);
         next.is_some_and(|left| left.seconds >= 1)
     };

@@ -1,4 +1,4 @@
-//! An unmanaged process that takes real memory in the same budget, and ends again.
+//! Unmanaged process that takes real memory in the same budget, and ends again.
 
 use std::{
     fs,
@@ -14,14 +14,14 @@ use super::{
 };
 use crate::support::speech_is_installed;
 
-/// A budget in which the neighbour fits only if the engine sheds: without it, all but the reserve is in use.
+/// Budget in which the neighbour fits only if the engine sheds: all but the reserve is in use.
 const BUDGET: &str =
     "budget: {total: 380MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, \
                       sample_max: 100ms, fill_rate_max: 400MiB}
 shedding: {reclaim_min: 8MiB}
 ";
 
-/// Use by the neighbour, in MiB: most of the engine's memory beyond its floor.
+/// Memory of the neighbour, in MiB: most of the engine's memory above its floor.
 const NEIGHBOUR: u32 = 160;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -144,7 +144,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         .metric("cotenant_time_to_first_audio_seconds_count")
         .await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
-    // It leaves permanently, and everything is restored.
+    // It ends, and everything is restored.
     fs::remove_file(installation.path("come")).unwrap();
     fs::write(installation.path("over"), "").unwrap();
     daemon.until("grown back", whole).await;

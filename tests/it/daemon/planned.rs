@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::installation::{Installation, anonymous, model, whole};
 
-/// Some hundred MiB.
+/// Models of some hundred MiB.
 fn shapes() -> Vec<(&'static str, Synthetic)> {
     let of = |architecture, types| Synthetic {
         layers: 16,
@@ -91,7 +91,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
 
             let daemon = installation.start().await;
-            // KV is resident at once, and a load populates the rest.
+            // KV is resident at once, and loading populates the rest.
             let status = daemon.until("the whole model", whole).await;
             let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
             assert_eq!(

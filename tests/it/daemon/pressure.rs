@@ -1,4 +1,4 @@
-//! A forty-line program that sheds on notification without our code, and one that does not.
+//! A forty-line program that releases memory on notification without our code, and one that does not.
 
 use std::{path::Path, process::Command};
 
@@ -8,11 +8,11 @@ use super::installation::{Daemon, Installation, anonymous, budget, worker};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory kept by the worker, and memory that it can spare.
+/// Memory kept by the worker, and memory that it can release.
 const KEPT: u64 = 20;
 const SPARE: u64 = 80;
 
-/// Builds the program; `false` without a C compiler.
+/// Builds the program; returns `false` without a C compiler.
 pub(super) fn compiled(at: &Path) -> bool {
     let source = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -36,7 +36,7 @@ pub(super) fn compiled(at: &Path) -> bool {
     }
 }
 
-/// A daemon with one worker in a budget of 160 MiB; `None` without a C compiler.
+/// Creates an installation with one worker in a budget of 160 MiB; `None` without a C compiler.
 fn installation(watch: &str, deaf: &str) -> Option<Installation> {
     let installation = Installation::new("");
     let program = installation.path("pressure_worker");
@@ -111,7 +111,7 @@ async fn sheds_when_it_is_notified(watch: &str) {
         "{}",
         installation.events()
     );
-    // Once there is room again, it may reallocate.
+    // When memory is free again, it may reallocate.
     installation.tell(&["leases", "release", &lease.name]);
     daemon
         .until("its space is booked again", |status| {

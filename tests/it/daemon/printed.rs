@@ -9,7 +9,7 @@ use cotenant::engine::{
 
 use super::installation::{Installation, asr, budget, demo_model, model, said, tts};
 
-/// A command with its complete output and exit code; parts that vary between runs are replaced.
+/// Returns a command with its complete output and exit code; variable parts are replaced.
 fn shown(installation: &Installation, arguments: &[&str]) -> String {
     let output = installation.run(arguments);
     let folder = installation.path("").display().to_string();
@@ -94,7 +94,7 @@ fn configurations_that_hardly_or_never_work() {
     // A worker whose memory can never be granted.
     installation.configure(&format!("{}{speech}", budget(60)));
     let alone = shown(&installation, &["check", "cotenant.yaml"]);
-    // Each can be granted, and all of them together less and less often.
+    // Each can be granted alone, but ever fewer of them together.
     let small = |text: String| text.replace("110MiB, peak: 116MiB", "80MiB, peak: 88MiB");
     let twice = format!("{speech}{}", asr().replace("name: asr\n", "name: asr2\n"));
     let verdicts: Vec<String> = [(157, &speech), (127, &twice), (100, &twice)]
@@ -116,8 +116,8 @@ fn configurations_that_hardly_or_never_work() {
 }
 
 /// Every verb that prints data, except those that measure for a minute (`bench`, `calibrate`, `demo`), those that run
-/// until they are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line must be a decision, and `talk`, which
-/// needs speech workers.
+/// until ended (`serve`, `top`, `hold`, `worker`), `why`, whose line must be a decision, and `talk`, which needs speech
+/// workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_verb_that_prints_data_prints_json() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(192)));
@@ -155,7 +155,7 @@ async fn every_verb_that_prints_data_prints_json() {
                     .collect();
             let values = values
                 .unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));
-            // 4: reached and refused, or nothing to explain; the reason is on stderr.
+            // 4: reached but refused, or nothing to explain; the reason is on stderr.
             let least = match output.status.code() {
                 Some(0) => 1,
                 Some(4) => 0,

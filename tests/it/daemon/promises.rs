@@ -25,15 +25,15 @@ fn rss_kib(pid: u32) -> u64 {
     line.trim().trim_end_matches("kB").trim().parse().unwrap()
 }
 
-/// Resident set of a daemon of `program` with default settings, at rest, and after it has served clients for a while,
-/// in KiB.
+/// Returns the resident set of a daemon of `program` with default settings, at rest, and after it has served clients
+/// for a while, in KiB.
 async fn resident(program: &str) -> (u64, u64) {
     let mut installation = Installation::new("");
     program.clone_into(&mut installation.program);
     let daemon = installation.start().await;
     installation.tell(&["status"]);
     // Start-up memory is released about four seconds after its listeners have opened, and memory used by its timers
-    // returns within a second: the maximum from then on counts.
+    // within a second: the maximum from then on counts.
     let started = rss_kib(daemon.pid());
     let deadline = Instant::now() + Duration::from_secs(10);
     while rss_kib(daemon.pid()) + 1024 > started && Instant::now() < deadline {
@@ -59,7 +59,7 @@ async fn resident(program: &str) -> (u64, u64) {
     (idle, served)
 }
 
-/// The release build, or `None` with the reason printed.
+/// Returns the release build, or `None`, with the reason printed.
 fn release() -> Option<String> {
     let release = std::env::var("COTENANT_RELEASE_BIN").ok();
     if release.is_none() {
@@ -70,7 +70,7 @@ fn release() -> Option<String> {
     release
 }
 
-/// The fastest of several turns: other activity of the machine only prolongs a turn.
+/// Returns the fastest of several turns: other activity on the machine only prolongs a turn.
 fn quickest(turns: u32, mut turn: impl FnMut()) -> Duration {
     let times = (0..turns).map(|_| {
         let began = Instant::now();
@@ -105,13 +105,13 @@ fn a_model_with_a_whole_vocabulary_is_planned_within_100_ms() {
     );
 }
 
-/// CPU time of a thread, by its folder in `/proc`.
+/// Returns the CPU time of a thread, given its folder in `/proc`.
 fn cpu_time(task: &Path) -> Duration {
     let run = fs::read_to_string(task.join("schedstat")).unwrap();
     Duration::from_nanos(run.split(' ').next().unwrap().parse().unwrap())
 }
 
-/// Of each thread of a process, its CPU time and how often it woke up.
+/// Returns CPU time and number of wake-ups of each thread of a process.
 fn threads(pid: u32) -> BTreeMap<OsString, (Duration, u32)> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let work = |task: fs::DirEntry| {
@@ -125,8 +125,8 @@ fn threads(pid: u32) -> BTreeMap<OsString, (Duration, u32)> {
     tasks.map(|task| work(task.unwrap())).collect()
 }
 
-/// CPU time of a wake-up of a thread that only sleeps, over `meanwhile`: some microseconds, and up to a millisecond in a
-/// virtual machine whose host takes its memory away.
+/// Returns the CPU time per wake-up of a thread that only sleeps, measured during `meanwhile`: some microseconds, and
+/// up to a millisecond in a virtual machine whose host takes its memory away.
 fn wake_takes(meanwhile: Duration) -> Duration {
     const WAKES: u32 = 150;
     let own = Path::new("/proc/thread-self");
@@ -157,7 +157,7 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
     /// thread that only sleeps.
     const WORK_MAX: u32 = 25;
     let Some(release) = release() else { return };
-    // Default settings: a small budget would be near its watermarks, and sampled more often.
+    // Default settings: a small budget would be near its watermarks, and therefore sampled more often.
     let mut installation = Installation::new("");
     installation.program = release;
     let daemon = installation.start().await;
@@ -217,11 +217,11 @@ async fn the_status_comes_within_50_ms_while_memory_is_shed() {
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // Every poll from the order to its end.
+        // Poll from the order to its end.
         while shed.try_wait().unwrap().is_none() {
             longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));
         }
-        // Refused while the last change is not measured yet.
+        // Refused until the last change is measured.
         installation.run(&["regrow"]);
     }
     longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));

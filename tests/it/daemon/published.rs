@@ -73,7 +73,7 @@ fn forms() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Whether a value satisfies one of [`forms`]: limited to their keywords.
+/// Returns whether a value satisfies one of [`forms`]; supports only their keywords.
 fn keeps(value: &Value, schema: &Value, root: &Value) -> bool {
     if let Some(name) = schema["$ref"].as_str() {
         return keeps(
@@ -130,7 +130,7 @@ async fn ask(daemon: &Daemon<'_>, path: &str, body: Value) -> Value {
     answer.json()
 }
 
-/// The list item with this `type`.
+/// Returns the list item with this `type`.
 fn of_type<'list>(list: &'list Value, kind: &str) -> &'list Value {
     let mut items = list.as_array().unwrap().iter();
     items
@@ -304,7 +304,7 @@ async fn a_published_model_calls_the_tool_that_is_forced_by_each_api() {
             "{call}"
         );
     }
-    // Ollama cannot force a tool: an offered one leaves the model its choice, and a call is returned as a call.
+    // Ollama cannot force a tool: the model may ignore an offered one, and a call is returned as a call.
     let ollama = ask(&daemon, "/api/chat", json!({
         "model": "demo", "stream": false, "options": {"temperature": 0, "num_predict": 200}, "messages": messages, "tools": [function],
     }))
@@ -314,7 +314,7 @@ async fn a_published_model_calls_the_tool_that_is_forced_by_each_api() {
     daemon.end().await;
 }
 
-/// Sheds during an answer, and an answer with streamed layers: identical text each time.
+/// Sheds during an answer, and an answer with streamed layers: the text is always identical.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_published_model_gives_memory_while_it_answers_and_says_the_same() {
     let Some(configuration) = configuration(4096) else {
@@ -362,7 +362,7 @@ async fn a_published_model_gives_memory_while_it_answers_and_says_the_same() {
         "{fewest} of {} layers are resident",
         full.layers_total
     );
-    // Streaming the layers that are not resident.
+    // Layers that are not resident are streamed.
     assert_eq!(
         said(&ask(&daemon, "/v1/chat/completions", body).await),
         first

@@ -29,7 +29,7 @@ with cotenant.lease("small", min="4MiB") as lease:
 print(lease.ended)
 "#;
 
-/// Silence for nearly a whole term, whose third is far away.
+/// Silence for nearly a whole term; renewals are due each third.
 const AWAY: &str = r#"
 import queue, time
 import cotenant
@@ -41,7 +41,7 @@ lease._pulse()
 print(lease.ended, say.qsize())
 "#;
 
-/// No server replies: one stream after another ends at once.
+/// No server answers: one stream after another ends at once.
 const STREAMS: &str = r#"
 import threading, time
 import cotenant
@@ -125,7 +125,7 @@ async fn the_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_
             .unwrap()
     };
     assert_eq!(next().await, format!("holds {}", 140 * MIB));
-    // It holds on for more than a term through its stream.
+    // Its stream keeps the lease for more than a term.
     daemon
         .until("it is measured", |status| {
             status

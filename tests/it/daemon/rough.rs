@@ -160,5 +160,5 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
     }
 }
 
-/// A user without other processes.
+/// User without other processes.
 const OTHER_UID: u32 = 61_234;

@@ -1,4 +1,4 @@
-//! What routers and fleets see of a daemon: its load, its speed, its configuration.
+//! Information about a daemon for routers and fleets: load, speed, configuration.
 
 use serde_json::json;
 
@@ -25,7 +25,7 @@ async fn a_reload_changes_the_hash_of_the_configuration_and_the_names_of_metrics
     assert!(!before.contains("vllm:"), "{before}");
     let text = std::fs::read_to_string(installation.config()).unwrap();
     let write = |text: &str| std::fs::write(installation.config(), text).unwrap();
-    // A comment is no change.
+    // A comment is not a change.
     write(&format!("# of the kitchen\n{text}"));
     installation.tell(&["reload"]);
     assert_eq!(node(&scraped().await), node(&before));
@@ -55,7 +55,7 @@ async fn a_reload_changes_the_hash_of_the_configuration_and_the_names_of_metrics
     let health = get(daemon.http, "/health").await.json();
     assert_eq!(health["llm"], json!({"state": "ready", "speed_ratio": 1.0}));
     installation.tell(&["shed", "1GiB"]);
-    // At its floor it serves, slower.
+    // At its floor it serves, but slower.
     let answer = get(daemon.http, "/health").await;
     let ratio = answer.json()["llm"]["speed_ratio"].as_f64().unwrap();
     assert!(

@@ -7,8 +7,8 @@ use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 use super::installation::{Installation, budget, workers_ready};
 use crate::support::fixture;
 
-/// Names of workers with their role and command line; `{DATA}` is replaced by an empty folder. Each starts without a
-/// model of its own, except Whisper, which gets one of random weights: `{MODEL}`.
+/// Workers with role and command line; `{DATA}` is replaced by an empty folder. Each starts without a model, except
+/// Whisper, which gets one of random weights: `{MODEL}`.
 const SERVERS: [(&str, &str, &str); 4] = [
     (
         "wyoming-faster-whisper",
@@ -28,7 +28,7 @@ const SERVERS: [(&str, &str, &str); 4] = [
     ("wyoming_porcupine1", "other", "--uri, \"unix://${SOCKET}\""),
 ];
 
-/// `python -m` for servers without a command.
+/// Returns the command of a server; `python -m` for servers without one.
 fn command(venv: &str, name: &str) -> Option<String> {
     let bin = PathBuf::from(venv).join("bin");
     if bin.join(name).is_file() {
@@ -112,7 +112,7 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
             program["name"], program["version"], worker.pid
         );
     }
-    // A transcript by random weights is arbitrary; only its existence matters.
+    // A transcript by random weights is arbitrary; only its presence is checked.
     if commands.contains_key("wyoming-faster-whisper") {
         let silence =
             cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000));

@@ -37,7 +37,7 @@ use crate::{
     support::{PATIENCE, speech_is_installed},
 };
 
-/// Forwards its input.
+/// Collector that forwards its input.
 struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
 
 #[tonic::async_trait]
@@ -59,7 +59,6 @@ fn spans_of(batch: &ExportTraceServiceRequest) -> Vec<Span> {
     scopes.flat_map(|scope| scope.spans.clone()).collect()
 }
 
-/// Attributes as text.
 fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMap<String, String> {
     let text = |value: &Value| match value {
         Value::StringValue(text) => text.clone(),
@@ -114,7 +113,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
         ("traceparent", parent.as_str()),
     ];
     let mut spans: Vec<Span> = Vec::new();
-    // An answer may end before the shed does.
+    // An answer may end before the shed.
     let chat = 'shed: loop {
         let mut connection = Connection::open(daemon.http).await;
         connection
@@ -255,7 +254,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     serving.abort();
 }
 
-/// As a client with its own trace requests the stages of one turn.
+/// The stages of one turn, as requested by a client with its own trace.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_stages_of_a_turn_are_spans_of_its_trace() {
     if !speech_is_installed() {
@@ -410,7 +409,7 @@ async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
     }
 }
 
-/// Reads one request of HTTP/1.1 and returns its body.
+/// Reads one HTTP/1.1 request and returns its body.
 async fn posted(stream: &mut TcpStream) -> Vec<u8> {
     let mut read = Vec::new();
     loop {

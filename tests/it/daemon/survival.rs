@@ -74,7 +74,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     daemon.kill();
 
     let daemon = installation.start().await;
-    // From the first reply on: granted memory is not granted again.
+    // From the first reply on, granted memory is not granted again.
     assert_eq!(
         held(&daemon).await,
         [("kept".to_owned(), 24), ("silent".to_owned(), 8)]
@@ -130,7 +130,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
         .await
         .unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    // The lease that is not renewed expires by its term, and does not return.
+    // A lease that is not renewed expires by its term, and does not return.
     tokio::time::timeout(PATIENCE, async {
         while held(&daemon).await.len() > 1 {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -161,7 +161,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     let new = lease(&daemon, "new", 4, 20).await;
     assert!(new.generation > kept.generation && new.name != silent.name);
     daemon.end().await;
-    // A clean end does not revoke a tenant's lease.
+    // A clean end does not revoke tenants' leases.
     let daemon = installation.start().await;
     assert_eq!(
         held(&daemon).await,
@@ -193,7 +193,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
         "{}",
         ballast.last_exit
     );
-    // Its certificate is written as soon as any other.
+    // Its certificate is written like any other.
     let certificates = installation.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
     assert_eq!(certificate["pid"], before[0]);
@@ -252,7 +252,7 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
     let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
-    // Killed after it had read the line and before it had recorded that.
+    // Killed after it had read the line, but before it had recorded that.
     fs::remove_file(installation.path("run/book")).unwrap();
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
@@ -273,7 +273,7 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     ));
     let daemon = installation.start().await;
     let workers = pids(&daemon.whole().await);
-    // During its calibration, the engine has released a part of its layers.
+    // Calibration made the engine release a part of its layers.
     daemon
         .until("it has measured itself", |status| {
             let engine = status.engine.as_ref();

@@ -32,7 +32,7 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
         );
     }
     assert_eq!(text, whole);
-    // And over gRPC, with the command line: its tokens are counted like those over HTTP.
+    // Over gRPC, by the command line: tokens are counted like those over HTTP.
     let counted = async || {
         let mut counts = Vec::new();
         for kind in ["prompt", "completion"] {
@@ -86,7 +86,7 @@ async fn an_answer_differs_each_time_and_repeats_with_its_seed() {
         let repeated = post_json(daemon.http, path, &again).await.json();
         assert_eq!(repeated.pointer(text), Some(&said[0].0), "{path}");
     }
-    // And over gRPC.
+    // Over gRPC.
     let generate = |more: &[&str]| {
         installation.json(&[&["generate", "zq ", "--raw", "--max-tokens", "12"], more].concat())
     };
@@ -105,7 +105,7 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     if !speech_is_installed() {
         return;
     }
-    // Room for everything except the large vocabulary beside the whole engine.
+    // Everything fits except the large vocabulary together with the full engine.
     let installation = Installation::new(&format!(
         "{}{}workers:\n{}{}",
         budget(192),

@@ -13,7 +13,7 @@ use super::installation::{
 };
 use crate::support::fixture;
 
-/// An entry of `workers:`: the speech server in Python, with further keys.
+/// Returns an entry of `workers:` for the speech server in Python, with further keys.
 fn http_worker(name: &str, role: &str, protocol: &str, further: &str) -> String {
     format!(
         "  - name: {name}
@@ -27,7 +27,7 @@ fn http_worker(name: &str, role: &str, protocol: &str, further: &str) -> String 
     )
 }
 
-/// An entry of `workers:`: one that takes this much memory, with further keys.
+/// Returns an entry of `workers:` that takes this much memory, with further keys.
 fn taker(name: &str, takes_mib: u32, declared: &str, further: &str) -> String {
     format!(
         "  - name: {name}
@@ -100,7 +100,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
             (spoken.status, spoken.header("content-type")),
             (200, "audio/wav")
         );
-        // The tone is 0.1 s of 22 050 Hz and arrives in the listener's higher rate; no byte of it is lost.
+        // The tone is 0.1 s at 22 050 Hz and arrives at the listener's higher rate, complete.
         assert!(
             spoken.body.len() > 22_050 / 10 * 2,
             "{} bytes",
@@ -120,7 +120,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
             );
             assert!(answer.text().contains(reason), "{}", answer.text());
         }
-        // Truncated audio is not taken for complete.
+        // Truncated audio is not reported as complete.
         let cut = daemon.speak("cut").await;
         assert!(
             cut.status == 503 || !cut.complete,
@@ -133,7 +133,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
     }
 }
 
-/// An installation whose voice sleeps after a second of idleness.
+/// Creates an installation whose voice sleeps after a second of idleness.
 fn sleepy_installation() -> Installation {
     let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
     Installation::new(&format!(
@@ -157,7 +157,7 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     let status = daemon.until("it sleeps", asleep).await;
     assert_eq!(worker(&status, "mouth").failures, 0);
 
-    // Many at once: a single start serves them all.
+    // One start serves many simultaneous requests.
     let answers = futures_util::future::join_all((0..4).map(|_| daemon.speak("hello"))).await;
     for answer in answers {
         assert_eq!(answer.status, 200, "{}", answer.text());
@@ -220,7 +220,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
-    // 120 MiB of budget. The neighbour takes 80 without a lease, so that the reader cannot restart.
+    // 120 MiB of budget. The neighbour takes 80 MiB without a lease, so that the reader cannot restart.
     let installation = Installation::new(&format!(
         "{}workers:\n{}{}",
         budget(120),
@@ -245,7 +245,7 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
             worker(status, "neighbour").state() == WorkerState::Ready
         })
         .await;
-    // It may already have been stopped for the pressure; otherwise it dies now, as after a failed allocation.
+    // It may already have been stopped for pressure; otherwise it dies now, as after a failed allocation.
     let _ = kill(pid_of(before), Signal::SIGKILL);
     let waits = |status: &GetStatusResponse| {
         let (state, resting) = state_of(status, "reader");
@@ -387,7 +387,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     assert!(Path::new(PROGRAM).exists());
 }
 
-/// A lease whose request soon ends if it is not granted.
+/// Returns a request that soon ends if it is not granted.
 fn asks(tenant: &str, class: LeaseClass, mib: u64, seconds: i64) -> CreateLeaseRequest {
     CreateLeaseRequest {
         request_id: format!("{tenant} asks for {mib}"),
@@ -412,7 +412,7 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     let installation = sleepy_installation();
     let daemon = installation.start().await;
     daemon.until("it sleeps", asleep).await;
-    // Its peak is 60 MiB: 100 of 128 would prevent its restart, and 40 do not.
+    // Its peak is 60 MiB: a lease of 100 of 128 MiB would prevent its restart, one of 40 does not.
     let mut leases = daemon.leases();
     let denied = leases
         .create_lease(asks("thief", LeaseClass::Batch, 100, 0))
@@ -450,7 +450,7 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
     installation.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
-    // 116 MiB of 160 are held: 80 can be reclaimed from its vocabulary, and more only by ending it.
+    // 116 of 160 MiB are held: 80 can be reclaimed by shrinking its vocabulary, more only by ending it.
     let mut leases = daemon.leases();
     leases
         .create_lease(asks("voice", LeaseClass::Interactive, 80, 15))
@@ -539,8 +539,8 @@ async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
     daemon.end().await;
 }
 
-/// The figures of a board with 15 656 MiB, one MiB here for a hundred there: TTS 238 and 97 more with its first
-/// sentence, ASR 1936 with a peak of 1092 more.
+/// The figures of a board with 15 656 MiB at a scale of 1 to 100: TTS 238 and 97 more with its first sentence, ASR 1936
+/// with a peak of 1092 more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
     for after in ["", "after: [tts, asr]"] {
@@ -575,7 +575,7 @@ async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
     }
 }
 
-/// The LLM is gone, the voice grows into its place and keeps it, and the LLM must be reloaded.
+/// The LLM fails, the voice grows into its memory and keeps it, and the LLM must be reloaded.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     let installation = Installation::new("");
@@ -612,7 +612,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     .await;
 
     let daemon = installation.start().await;
-    // In either order: the LLM reloaded, or the voice found to be far too large.
+    // In either order: the LLM is reloaded, or the voice is found to be far too large.
     let status = daemon
         .until(
             "the LLM is whole, beside a voice that was started again",
@@ -635,8 +635,8 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     installation.replay();
 }
 
-/// Reason why this process, which is not a worker, gets no lease under a worker's name: its memory would be subtracted
-/// twice from each sample, with its worker and with its lease.
+/// Returns why this process, which is not a worker, is denied a lease under a worker's name: its memory would be
+/// subtracted twice from each sample, with its worker and with its lease.
 async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
     let asked = asks(worker, LeaseClass::Interactive, 10, 0);
     let denied = daemon.leases().create_lease(asked).await.unwrap_err();
@@ -697,7 +697,7 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_on
 
     // It is not ready, but its name is already reserved.
     let denied = denied_the_name(&daemon, "vision").await;
-    // Whether its process exists yet or not.
+    // Regardless of whether its process exists yet.
     assert!(denied.contains("it is a worker, "), "{denied}");
     assert!(denied.ends_with(" is not of it"), "{denied}");
     std::fs::write(installation.path("go"), "").unwrap();

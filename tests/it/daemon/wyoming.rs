@@ -43,7 +43,7 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
         end_stage: "handle".to_owned(),
     };
     client.say(Event::RunPipeline(wanted)).await;
-    // If it is reported before it can be interrupted, the next one is.
+    // If it is reported before it can be interrupted, use the next one.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
         client.until("handled-chunk").await;
@@ -57,7 +57,7 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
             .metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}")
             .await;
         if interrupted.is_some() {
-            // Far from its end, for the engine answers the next one now.
+            // Far from its end, because the engine answers the next one now.
             let started = Instant::now();
             client.say(asks("good night")).await;
             client.until("handled-stop").await;
@@ -72,7 +72,7 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn describe_is_answered_while_no_worker_is_up() {
     let installation = Installation::new("");
-    // A file that the engine can wait for, but not read.
+    // A file whose open blocks the engine.
     let model = installation.path("model.gguf");
     nix::unistd::mkfifo(&model, nix::sys::stat::Mode::S_IRWXU).unwrap();
     installation.configure(&format!(
@@ -156,7 +156,7 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
             client.reader.next().await.unwrap().is_none(),
             "it is not closed"
         );
-        // A misinformed listener stays open.
+        // The listener itself stays open.
         let listener = WyomingClient::new(
             Endpoint::Unix(wyoming_socket(&installation)),
             ClientTimeouts::default(),

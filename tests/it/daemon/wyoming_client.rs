@@ -1,4 +1,4 @@
-//! A client of the Wyoming listener that sends arbitrary frames.
+//! Client of the Wyoming listener that sends arbitrary frames.
 
 use std::path::PathBuf;
 
@@ -14,10 +14,11 @@ use tokio::{
 use super::installation::{Installation, budget};
 use crate::support::PATIENCE;
 
-/// `wyoming:` on a socket in the installation.
+/// `wyoming:` with a socket in the installation.
 pub(super) const LISTENER: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
 
-/// An installation with a voice `tts` that only waits, and the socket at which a test may speak in its place.
+/// Creates an installation with a voice `tts` that only waits, and returns the socket at which a test may answer in its
+/// place.
 pub(super) fn with_voice_at_a_socket() -> (Installation, PathBuf) {
     let installation = Installation::new("");
     let socket = installation.path("voice.sock");
@@ -36,12 +37,10 @@ pub(super) fn with_voice_at_a_socket() -> (Installation, PathBuf) {
     (installation, socket)
 }
 
-/// Path of that socket.
 pub(super) fn wyoming_socket(installation: &Installation) -> PathBuf {
     installation.path("wyoming.sock")
 }
 
-/// A connection to it.
 pub(super) struct Client {
     pub(super) reader: FrameReader<OwnedReadHalf>,
     pub(super) writer: OwnedWriteHalf,
@@ -77,7 +76,7 @@ impl Client {
         frames
     }
 
-    /// The error that ends the connection.
+    /// Returns the error that ends the connection.
     pub(super) async fn refusal(&mut self) -> (String, String) {
         let error = self.until("error").await.pop().unwrap();
         assert!(

@@ -1,4 +1,4 @@
-//! The engine's ledger compared with kernel figures, releases and the page cache.
+//! The engine's ledger compared with kernel figures; releases and the page cache.
 
 use std::{
     fs::OpenOptions,
@@ -71,11 +71,11 @@ fn shed_and_grow(path: &Path, threads: usize) {
     }
 }
 
-/// The ledger, our own count and the kernel's agree.
+/// Checks that the ledger, our own count and the kernel's figure agree.
 fn check_book(model: &Model, shape: &ModelShape) {
     let held = model.breakdown();
     let planned = shape.plan_bytes(model.plan());
-    // Stated rounding: activation buffers are whole pages, and the header is counted exactly.
+    // Documented rounding: activation buffers are whole pages, and the header is counted exactly.
     let rounding = Bytes::from_kib(15 * 4);
     assert!(
         held.total <= planned && planned <= held.total + rounding,
@@ -110,7 +110,7 @@ fn a_model_computes_the_same_while_memory_is_found_for_its_ring_and_is_on_the_bo
         assert_eq!(model.forward(&PROMPT, &mut go()).unwrap()[..], expected[..]);
         model.settle();
         check_book(&model, &model.shape().clone());
-        // Units that are released at any time are released as a whole.
+        // Units that are released independently are released completely.
         let mut model = Model::begin(&file.path, &nothing, &options(2)).unwrap();
         let all = plan(0..5, 64, 4);
         model.apply(&all).unwrap();
@@ -225,13 +225,12 @@ fn the_workspace_does_not_depend_on_the_prompt() {
     );
 }
 
-/// Cached pages of a file.
 fn cached_pages(path: &Path) -> usize {
     let file = std::fs::File::open(path).unwrap();
     let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();
     let mut flags = vec![0u8; bytes.div_ceil(4096)];
-    // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte per page of it; and
-    // it is unmapped with its own length.
+    // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte per page of it; it
+    // is unmapped with its own length.
     unsafe {
         let map = libc::mmap(
             std::ptr::null_mut(),

@@ -19,7 +19,7 @@ use cotenant::engine::{
 
 use super::{File, PROMPT, go, open, plan, reference, tiny, write};
 
-/// A file as entries and tensors, to be rewritten.
+/// File as entries and tensors, for rewriting.
 struct Parts {
     entries: BTreeMap<String, Value>,
     tensors: BTreeMap<String, QTensor>,
@@ -394,7 +394,7 @@ fn a_model_of_one_layer_is_computed_in_each_family() {
             ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 5)
         };
         let file = write(&model);
-        // Buffers of less than a page for 64 tokens are too small for more, if they are.
+        // If buffers for 64 tokens take less than a page, they may be too small for more.
         let mut loaded = open(&file.path, &plan(0..1, 128, 100), 1);
         let prompt = PROMPT.repeat(90 / PROMPT.len() + 1);
         let logits = loaded.forward(&prompt, &mut go()).unwrap();

@@ -29,7 +29,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     let handle = OpenOptions::new().write(true).open(&file.path).unwrap();
     let bytes = std::fs::read(&file.path).unwrap();
     handle.set_len(bytes.len() as u64 / 2).unwrap();
-    // Read-ahead data is still there, so an error may take a pass or two.
+    // Read-ahead data may still be present, so the error may take a pass or two.
     let error = (0..20)
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("half of the file is gone");
@@ -44,7 +44,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
         Err(ForwardError::SequenceLost)
     ));
 
-    // The file is restored, with the same contents.
+    // Restore the file with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
@@ -104,7 +104,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     model.reset();
 
-    // Overwritten in place by a model of the same shape: none of it is taken for the opened model.
+    // Overwritten in place by a model of the same shape, which must not be used as the opened model.
     let mut model = open(&file.path, &plan([0, 1], 64, 16), 1);
     let mut whole = open(&file.path, &plan(0..5, 64, 16), 1);
     let mine = whole.forward(&PROMPT, &mut go()).unwrap().to_vec();
@@ -131,7 +131,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
         "{grown}"
     );
 
-    // A fully resident model is the opened one, and continues.
+    // A fully resident model is unaffected.
     whole.reset();
     assert!(whole.forward(&PROMPT, &mut go()).unwrap()[..] == mine);
 }
@@ -209,7 +209,7 @@ fn an_embedding_without_a_row_for_each_token_is_refused() {
     );
 }
 
-/// The kinds of error that a damaged copy of a file causes.
+/// Returns the kinds of errors caused by a damaged copy of a file.
 fn kind_of(bytes: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("bad.gguf");
@@ -226,7 +226,7 @@ fn kind_of(bytes: &[u8]) -> String {
     }
 }
 
-/// Both versions have the same layout; 3 only adds files of another byte order.
+/// Both versions have the same layout; version 3 only adds files of another byte order.
 #[test]
 fn a_file_of_version_2_is_read_as_one_of_version_3_is() {
     let file = tiny(Architecture::Qwen35, GgmlDType::Q4K);
@@ -273,7 +273,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
         "{middle}"
     );
 
-    // A header with false numbers of tensors, of metadata, or a false text length.
+    // Headers with wrong numbers of tensors or of metadata, or a wrong text length.
     let mut lies = good.clone();
     lies[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
     assert!(
@@ -305,7 +305,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let renamed = replaced(&good, b"blk.2.ffn_up.weight", b"blk.2.ffn_ab.weight");
     assert_eq!(kind_of(&renamed), "tensor `blk.2.ffn_up.weight` is missing");
 
-    // The type number of a tensor follows its name, the number of axes and the axes.
+    // A tensor's type number follows its name, the number of axes and the axes.
     let name = b"blk.2.ffn_up.weight";
     let at = find(&good, name) + name.len() + 4 + 16;
     let mut unknown = good.clone();
@@ -351,7 +351,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
         );
     }
 
-    // The number of a key follows its name and its type.
+    // The value of a key follows its name and its type.
     let key = b"qwen35.context_length";
     let length = find(&good, key) + key.len() + 4;
     for (tokens, expected) in [
@@ -492,7 +492,7 @@ fn a_model_in_several_files_is_the_same_model() {
     refused(&first, &["model-00003-of-00003.gguf", "No such file"]);
 }
 
-/// Writes a model to `parts` files in `folder`, as `llama-gguf-split` would; returns the first.
+/// Writes a model to `parts` files in `folder`, like `llama-gguf-split`; returns the first.
 fn write_parts(model: &Synthetic, folder: &Path, parts: u16) -> PathBuf {
     let tensors = model.tensors();
     let each = tensors.len().div_ceil(usize::from(parts.max(1))).max(1);

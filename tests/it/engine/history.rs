@@ -19,7 +19,6 @@ use super::{
     PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write,
 };
 
-/// Changes before a token.
 #[derive(Clone, Debug)]
 struct Step {
     resident: BTreeSet<u32>,
@@ -28,7 +27,7 @@ struct Step {
     in_the_pass: bool,
 }
 
-/// Changes for a model of this many layers; its output head is one more part.
+/// Returns changes for a model of this many layers; its output head is one more part.
 fn step(layers: u32) -> impl Strategy<Value = Step> {
     (
         prop::collection::btree_set(0..=layers, 0..=layers as usize + 1),
@@ -44,7 +43,7 @@ fn step(layers: u32) -> impl Strategy<Value = Step> {
         })
 }
 
-/// A model and its history.
+/// Model with a history of changes.
 #[derive(Clone, Debug)]
 struct History {
     architecture: Architecture,
@@ -57,10 +56,10 @@ struct History {
 }
 
 impl History {
-    /// Large models are slow without optimisation: a run of few histories has few of them.
+    /// Large models are slow without optimisation, so runs with few histories have few of them.
     fn any(few: bool) -> impl Strategy<Value = Self> {
         let small = if few { 8 } else { 4 };
-        // Up to 8 layers the ring of a small model has the minimum number of pieces; beyond that it grows with them.
+        // Up to 8 layers, the ring of a small model has the minimum number of pieces; beyond that, it grows with them.
         let layers = prop_oneof![small => 1u32..9, 1 => 9u32..25];
         let feed_forward = prop_oneof![small / 2 => Just(256u32), 1 => Just(512), 1 => Just(1280)];
         let architecture = prop::sample::select(Architecture::ALL.to_vec());
@@ -109,7 +108,7 @@ impl Checkpoint for Apply {
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         match result {
             Ok(report) => self.reports.push(report),
-            // Growth into the place of the current chunk must be requested again: nothing was done.
+            // Growth into the memory of the current chunk must be requested again; nothing was changed.
             Err(ApplyError::ChunkUnderWay { .. }) => {}
             Err(error) => panic!("{error}"),
         }
@@ -161,7 +160,6 @@ fn run(history: &History, dtype: GgmlDType) -> Bytes {
     model.shape().ring_bytes
 }
 
-/// Histories per type in CI.
 const FEW: u32 = 8;
 
 /// Each of these types has its own histories; a long run requests more (`COTENANT_TEST_SCHEDULES`).
@@ -224,7 +222,8 @@ fn the_chunk_does_not_change_the_answer_and_every_row_can_be_had() {
     }
 }
 
-/// A conversation: prompts that share a beginning with the previous one, answers, and changes of capacity in between.
+/// Turn of a conversation: a prompt that shares a beginning with the previous one, an answer, and changes of capacity
+/// in between.
 #[derive(Clone, Debug)]
 struct Turn {
     shared: usize,
@@ -279,7 +278,7 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
                 || kept == common.min(u32::try_from(sequence.len()).unwrap())
         );
         reused += kept;
-        // Under any sheds and growth, kept tokens are reused or recomputed, and never wrong.
+        // For any sheds and growth, kept tokens are reused or recomputed, but never wrong.
         let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
         model
             .apply(&plan(
@@ -358,10 +357,10 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
             "{architecture:?}"
         );
 
-        // A capacity without room for the copy removes it first, and reports that.
+        // If the capacity has no space for the copy, the copy is dropped first, and that is reported.
         let report = model.apply(&plan(0..4, 256, 64)).unwrap();
         assert_eq!(report.asked, report.freed + report.untouched);
-        // No other page had been touched; the last place of the copy is written in part.
+        // No other page had been touched; the last place of the copy is partly written.
         let (shape, kind) = (model.shape().kv, model.plan().kv_type);
         let least = held.kv_marks.saturating_sub(shape.block_bytes(kind));
         assert!(

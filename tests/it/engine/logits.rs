@@ -24,7 +24,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
         .fold(0.0, f32::max)
 }
 
-/// The types besides the three compared for every architecture.
+/// Types besides the three that are compared for every architecture.
 const OTHER_TYPES: [(GgmlDType, &str); 13] = [
     (GgmlDType::BF16, "bf16"),
     (GgmlDType::F16, "f16"),
@@ -41,7 +41,7 @@ const OTHER_TYPES: [(GgmlDType, &str); 13] = [
     (GgmlDType::MXFP4, "mxfp4"),
 ];
 
-/// Rows of an odd number of blocks of Q5_0.
+/// Returns a model with rows of an odd number of Q5_0 blocks.
 fn odd() -> Synthetic {
     Synthetic {
         width: 288,
@@ -50,7 +50,7 @@ fn odd() -> Synthetic {
     }
 }
 
-/// Measured on x86-64: at most 1.64 times the spread with AVX-512 and with AVX2, which sum in other orders.
+/// Measured on x86-64: at most 1.64 times the spread, with AVX-512 and with AVX2, which sum in different orders.
 #[test]
 fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-synthetic");

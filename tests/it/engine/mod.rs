@@ -50,8 +50,8 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
     }
 }
 
-/// Kernels of the set in `COTENANT_TEST_INSTRUCTIONS`, if set: the guarantees for the best set of a machine apply to
-/// each of its other sets.
+/// Uses the kernels in `COTENANT_TEST_INSTRUCTIONS`, if set: guarantees for the best instruction set of a machine apply
+/// to its other sets too.
 fn use_instructions_of_environment() {
     if let Ok(name) = std::env::var("COTENANT_TEST_INSTRUCTIONS") {
         backend::cpu::use_instructions(&name).unwrap_or_else(|known| {
@@ -79,7 +79,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
     Model::open(path, plan, &options(threads)).unwrap()
 }
 
-/// A model whose capacity may grow to 4096 tokens.
+/// Opens a model whose capacity may grow to 4096 tokens.
 fn open_long(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
     let options = ModelOptions {
         context: Some(Tokens::new(4096)),
@@ -104,8 +104,8 @@ fn greedy(logits: &[f32]) -> u32 {
     u32::try_from(best).unwrap()
 }
 
-/// Logits after the prompt and after each of `steps` greedy tokens: all four layers and the head resident, one thread,
-/// one chunk.
+/// Returns the logits after the prompt and after each of `steps` greedy tokens, with all four layers and the head
+/// resident, one thread, one chunk.
 fn reference(path: &Path, steps: usize) -> Vec<Vec<f32>> {
     expected(path, 4, steps)
 }
@@ -121,7 +121,7 @@ fn expected(path: &Path, layers: u32, steps: usize) -> Vec<Vec<f32>> {
     all
 }
 
-/// Number of random schedules; a long run requests more by `COTENANT_TEST_SCHEDULES`.
+/// Returns the number of random schedules; a long run requests more by `COTENANT_TEST_SCHEDULES`.
 fn schedules(few: u32) -> u32 {
     std::env::var("COTENANT_TEST_SCHEDULES").map_or(few, |text| text.parse().unwrap())
 }

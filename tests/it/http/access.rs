@@ -194,7 +194,7 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
     }
 }
 
-/// A page of a listed host sends requests from a browser: without a key first, then with it.
+/// A page of an allowed host sends browser requests: first without a key, then with it.
 #[tokio::test]
 async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
     let open = with_keys(Keyless::default()).await;

@@ -168,7 +168,7 @@ async fn a_file_whose_decoding_would_take_gigabytes_is_400() {
     assert_eq!(answer.status, 200);
 }
 
-/// An Ogg file with a Vorbis setup header of 256 codebooks, each of 131072 entries of 32 values.
+/// Returns an Ogg file with a Vorbis setup header of 256 codebooks, each of 131072 entries of 32 values.
 fn vorbis_bomb() -> Vec<u8> {
     let mut identification = b"\x01vorbis\0\0\0\0\x01\x44\xac\0\0".to_vec();
     identification.extend([0; 12]);
@@ -256,7 +256,7 @@ async fn memory_for_decoding_is_set_aside_before() {
 #[tokio::test]
 async fn a_decoder_ends_with_its_client() {
     let folder = tempfile::tempdir().unwrap();
-    // A unique name that identifies its process.
+    // Unique name that identifies its process.
     let program = folder.path().join("decoder");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cotenant"), &program).unwrap();
     let running = || {
@@ -462,7 +462,7 @@ async fn mp3_flac_and_opus_are_encoded_as_the_sound_comes() {
             audio.samples.len()
         );
     }
-    // The beginning is sent before the end exists, and a failure in between aborts the connection.
+    // The first part is sent before the rest exists, and a failure in between aborts the connection.
     *open.script.speech.lock().unwrap() = vec![
         Ok(vec![1000; 16_000]),
         Err(Refusal::WorkerLost {
@@ -595,7 +595,7 @@ async fn a_synthesiser_that_fails_is_a_status_before_the_first_sound_and_a_broke
         &json!({"input": "hello", "response_format": "pcm", "stream_format": "sse"}),
     )
     .await;
-    // clients that ignore the event notice that the connection broke
+    // clients that ignore the event notice the broken connection
     let (payloads, _) = answer.events();
     let error: Value = serde_json::from_str(payloads.last().unwrap()).unwrap();
     assert_eq!(

@@ -456,7 +456,7 @@ async fn a_client_that_goes_away_cancels_its_generation() {
     drop(connection);
     open.script.all_dropped().await;
 
-    // the same while nothing has been answered: without a stream, and while it waits for admission
+    // the same before the first token: without a stream, and while waiting for admission
     for admission in [None, Some(Duration::from_secs(3600))] {
         *open.script.admission.lock().unwrap() = admission;
         let mut connection = Connection::open(open.address).await;

@@ -1,4 +1,4 @@
-//! A client that exposes every byte, including those hidden by SDKs.
+//! Client that exposes every byte, including those hidden by SDKs.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -12,7 +12,6 @@ use tokio::{
 /// Longer than any answer; only a hang reaches it.
 const HANG: Duration = Duration::from_secs(30);
 
-/// A parsed response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -35,7 +34,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
     }
 
-    /// `error.code` of the body, whose shape is checked.
+    /// Returns `error.code` of the body, whose shape is checked.
     pub(crate) fn error_code(&self) -> String {
         let body = self.json();
         let error = body["error"]
@@ -48,7 +47,7 @@ impl Answer {
         error["code"].as_str().unwrap().to_owned()
     }
 
-    /// Payloads of the events, and the number of comments between them.
+    /// Returns the payloads of the events, and the number of comments between them.
     pub(crate) fn events(&self) -> (Vec<String>, usize) {
         assert_eq!(self.header("content-type"), "text/event-stream");
         let (mut payloads, mut comments) = (Vec::new(), 0);
@@ -68,7 +67,7 @@ impl Answer {
         (payloads, comments)
     }
 
-    /// Named events, whose names must match their types.
+    /// Returns named events, whose names must match their types.
     pub(crate) fn named_events(&self) -> Vec<Value> {
         let named = self
             .text()
@@ -89,7 +88,7 @@ impl Answer {
     }
 }
 
-/// A JSON object with more fields.
+/// Merges two JSON objects.
 pub(crate) fn with(mut object: Value, more: &Value) -> Value {
     object
         .as_object_mut()
@@ -98,7 +97,7 @@ pub(crate) fn with(mut object: Value, more: &Value) -> Value {
     object
 }
 
-/// A connection for sequential requests.
+/// Connection for sequential requests.
 pub(crate) struct Connection<T = TcpStream> {
     io: T,
     seen: Vec<u8>,
@@ -120,7 +119,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         }
     }
 
-    /// The same with another limit on the server's silence.
+    /// Sets another limit on the server's silence.
     pub(crate) fn with_silence_max(self, silence_max: Duration) -> Self {
         Self {
             silence_max,
@@ -132,7 +131,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         self.io.write_all(bytes).await.unwrap();
     }
 
-    /// Sends as much as is accepted: a server that has refused may close in the middle.
+    /// Sends as much as is accepted: a server that refuses may close during the request.
     pub(crate) async fn send_lossy(&mut self, bytes: &[u8]) {
         let _refused = self.io.write_all(bytes).await;
     }
@@ -148,7 +147,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         }
     }
 
-    /// Whether the server has closed, without unread data.
+    /// Returns whether the server has closed, without unread data.
     pub(crate) async fn closed(&mut self) -> bool {
         !self.more().await && self.seen.is_empty()
     }
@@ -252,7 +251,7 @@ fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
         .position(|window| window == needle)
 }
 
-/// A request as bytes.
+/// Returns a request as bytes.
 pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     let mut head = format!("{method} {path} HTTP/1.1\r\n");
     if headers
@@ -314,7 +313,7 @@ pub(crate) async fn post_form(
 /// Content type of [`form`].
 pub(crate) const FORM: &str = "multipart/form-data; boundary=BOUNDARY";
 
-/// A multipart form with these fields; a field with a file name is a file.
+/// Returns a multipart form with these fields; a field with a file name is a file.
 pub(crate) fn form(fields: &[(&str, Option<&str>, &[u8])]) -> Vec<u8> {
     let mut body = Vec::new();
     for (name, file, value) in fields {

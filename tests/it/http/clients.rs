@@ -7,7 +7,7 @@ use tokio::{net::UnixListener, process::Command};
 use super::script::open;
 use cotenant::http::serve;
 
-/// Runs a client script; `None` when the environment with the clients is not there.
+/// Runs a client script; `None` if the environment with the clients is missing.
 async fn run_client(script: &str, arguments: &[&str]) -> Option<()> {
     let Some(venv) = std::env::var_os("COTENANT_CLIENTS_VENV") else {
         eprintln!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");

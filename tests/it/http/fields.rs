@@ -1,4 +1,4 @@
-//! Fields shared by several APIs, which all read them alike.
+//! Fields shared by several APIs, with the same semantics.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ const RESPONSES: &str = "/v1/responses";
 const OLLAMA_CHAT: &str = "/api/chat";
 const OLLAMA_GENERATE: &str = "/api/generate";
 
-/// The smallest request of an API, with more fields.
+/// Sends the smallest request of an API, with additional fields.
 async fn ask(open: &Open, path: &str, more: &Value) -> Answer {
     let messages = json!([{"role": "user", "content": "turn on the light"}]);
     let body = match path {

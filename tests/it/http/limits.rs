@@ -248,9 +248,9 @@ async fn one_request_too_many_is_429_and_room_comes_back() {
     );
     assert_eq!(answer.header("x-should-retry"), "true");
     assert!(answer.text().contains("limit of 1"), "{}", answer.text());
-    // looking is not working
+    // reading the health is not limited
     assert_eq!(get(open.address, "/health").await.status, 200);
-    // and a chat does not take a place of speech
+    // a chat does not take a slot of speech
     let speech = post_json(
         open.address,
         "/v1/audio/speech",
@@ -321,7 +321,7 @@ async fn of_64_clients_at_once_none_waits_for_the_limit_of_another_kind() {
     }
 }
 
-/// The header of a WAV file, and no samples.
+/// Header of a WAV file, without samples.
 const SILENT_WAV: &[u8] =
     b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e\0\0\0\x7d\0\0\x02\0\x10\0data\0\0\0\0";
 
@@ -362,7 +362,7 @@ async fn bodies_together_have_a_limit_too() {
     first
         .send(&request("POST", CHAT, &[], body.as_bytes()))
         .await;
-    // it is being answered, and keeps its memory until it is
+    // while it is answered, it keeps its memory
     first.wait_for("It").await;
     let answer = post(open.address, CHAT, &[], body.as_bytes()).await;
     assert_eq!(

@@ -1,6 +1,6 @@
 //! Memory of requests: bounded while they run, and returned afterwards.
 //!
-//! `cargo nextest` runs each test in a separate process, so that the kernel's figures are the test's.
+//! `cargo nextest` runs each test in a separate process, so that the kernel's figures belong to the test.
 
 use std::{
     sync::{
@@ -25,7 +25,7 @@ mod shapes;
 
 use shapes::{CHAT, FIELDS, body_of, shapes};
 
-/// Peak resident set of this process since the start of the observation.
+/// Observer of the peak resident set of this process.
 struct Watched {
     stop: Arc<AtomicBool>,
     most: thread::JoinHandle<Bytes>,
@@ -52,7 +52,7 @@ impl Watched {
     }
 }
 
-/// Sends all bodies, sixteen at once; the script holds its requests until all sixteen are answered.
+/// Sends all bodies, sixteen at a time; the script holds its requests until all sixteen are answered.
 async fn send_all(open: &Open, bodies: &[(&str, Vec<u8>)]) -> Vec<u16> {
     let mut statuses = Vec::new();
     for together in bodies.chunks(16) {
@@ -67,7 +67,7 @@ async fn send_all(open: &Open, bodies: &[(&str, Vec<u8>)]) -> Vec<u16> {
     statuses
 }
 
-/// Waits until the resident set is back within 8 MiB.
+/// Waits until the resident set has returned to within 8 MiB.
 async fn back_to(before: Bytes) {
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut now = process_resident();
@@ -109,7 +109,7 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
         }
     }
     let most = watched.end();
-    // 16 bodies twice, at client and server, their parsed forms at once, and the shapes of this test.
+    // 16 bodies twice, at client and server, their parsed forms, and the shapes of this test.
     let grown = most.saturating_sub(before);
     assert!(
         grown < Bytes::from_mib(40 + 2 * 16 + 12 + 24),
@@ -118,12 +118,12 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
     back_to(before).await;
 }
 
-/// Requests within their single limit may exceed the common one.
+/// Requests within their individual limit may exceed the common one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_fit_alone_are_bounded_together() {
     heap::return_early();
     let open = open().await;
-    // Code and tables of each path are resident from its first request on.
+    // Code and tables of each path are resident after its first request.
     let warm: Vec<_> = FIELDS
         .iter()
         .map(|(path, field)| (*path, body_of(field, "[]")))
@@ -137,7 +137,7 @@ async fn requests_that_fit_alone_are_bounded_together() {
     let small = shapes(8 << 10);
     for (place, index) in [(0, 0), (1, 2), (5, 5), (3, 18), (4, 27), (8, 35)] {
         let (path, field) = FIELDS[index];
-        // As large as allowed, except for lists that double.
+        // As large as permitted, except for lists that double.
         let tree = heap::tree_bytes(small[place].as_bytes()).as_len();
         let value = shapes(small[place].len() * (5 << 20) / tree).remove(place);
         assert!(heap::tree_bytes(value.as_bytes()) <= limit);
@@ -171,7 +171,7 @@ async fn a_tree_that_does_not_fit_is_refused_with_its_size_and_the_limit() {
         text.contains("take") && text.contains("the limit is 8 MiB"),
         "{text}"
     );
-    // Common tools have room: a megabyte of them.
+    // Common tools fit: a megabyte of them.
     let tool = r#"{"type":"function","function":{"name":"set_light","description":"Sets the brightness of a light in the house, in percent.","parameters":{"type":"object","properties":{"entity":{"type":"string","description":"The light, as the house names it."},"brightness":{"type":"integer","minimum":0,"maximum":100,"description":"0 switches it off."}},"required":["entity","brightness"]}}}"#;
     let tools = vec![tool; 128].join(",");
     let text = "A sentence of the kind that is said. ".repeat(20_000);
@@ -183,7 +183,7 @@ async fn a_tree_that_does_not_fit_is_refused_with_its_size_and_the_limit() {
     );
 }
 
-/// The estimate that all limits rely on.
+/// All limits rely on this estimate.
 #[test]
 fn a_tree_is_never_larger_than_it_was_measured() {
     for shape in shapes(1 << 20) {

@@ -52,7 +52,7 @@ impl Client {
         Self { socket }
     }
 
-    /// A session after its creation event.
+    /// Opens a session, and reads its creation event.
     async fn open(open: &Open) -> Self {
         let mut client = Self::connect(open.address, "?model=tiny").await;
         let created = client.next().await;
@@ -60,7 +60,7 @@ impl Client {
         client
     }
 
-    /// The same, updated with these settings.
+    /// Opens a session with these settings.
     async fn with(open: &Open, session: Value) -> Self {
         let mut client = Self::open(open).await;
         client
@@ -77,7 +77,7 @@ impl Client {
             .unwrap();
     }
 
-    /// The next message, except pings.
+    /// Returns the next message, except pings.
     async fn message(&mut self) -> Option<Message> {
         loop {
             match timeout(HANG, self.socket.next())
@@ -98,7 +98,7 @@ impl Client {
         }
     }
 
-    /// All events up to the first of this type.
+    /// Returns all events up to the first of this type.
     async fn until(&mut self, kind: &str) -> Vec<Value> {
         let mut events = Vec::new();
         loop {
@@ -111,7 +111,7 @@ impl Client {
         }
     }
 
-    /// The next event, which is an error with this code and parameter.
+    /// Returns the next event, which must be an error with this code and parameter.
     async fn error(&mut self, code: &str, param: Option<&str>) -> Value {
         let event = self.next().await;
         assert_eq!(event["type"], "error", "{event}");
@@ -141,7 +141,6 @@ impl Client {
         self.send(&json!({"type": "response.create"})).await;
     }
 
-    /// The server's close code.
     async fn closed(&mut self) -> u16 {
         match self.message().await {
             Some(Message::Close(Some(frame))) => frame.code.into(),
@@ -158,7 +157,7 @@ fn encoded(samples: &[i16]) -> String {
     BASE64.encode(bytes)
 }
 
-/// A loud tone at 24 kHz.
+/// Returns a loud tone at 24 kHz.
 fn loud(millis: usize) -> Vec<i16> {
     let period = [0, 6000, 8000, 6000, 0, -6000, -8000, -6000];
     period.into_iter().cycle().take(millis * 24).collect()
@@ -194,7 +193,7 @@ fn pressure() -> Refusal {
     }
 }
 
-/// The contents of a request's messages.
+/// Returns the contents of a request's messages.
 fn contents(asked: &ChatRequest) -> Vec<&str> {
     let messages = asked.prompt.messages().iter();
     messages.map(|message| message.content.as_str()).collect()
@@ -252,7 +251,7 @@ async fn a_written_conversation_comes_in_order() {
     assert_eq!(usage["input_token_details"]["cached_tokens"], 8);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
-    // As in OpenAI's sessions, with different answers.
+    // As in OpenAI's sessions, so that answers vary.
     assert_eq!(asked.sampling.defaults.temperature, Some(0.8));
     assert!(asked.sampling.asked.seed.is_some());
     let roles: Vec<Role> = asked
@@ -263,7 +262,7 @@ async fn a_written_conversation_comes_in_order() {
         .collect();
     assert_eq!(roles, [Role::System, Role::User]);
 
-    // the answer is part of the conversation then
+    // the answer is then part of the conversation
     client.say("and now off").await;
     client.respond().await;
     client.until("response.done").await;
@@ -347,7 +346,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         start.as_u64().unwrap() <= 200 && (1200..1500).contains(&end.as_u64().unwrap()),
         "{start} {end}"
     );
-    // one second at 16 kHz is one at 24 kHz
+    // one second at 16 kHz is one second at 24 kHz
     let bytes: usize = of_type(&events, "response.output_audio.delta")
         .iter()
         .map(|event| {
@@ -392,10 +391,10 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     );
 }
 
-/// As long as a pause is looked for, with what the resampler keeps.
+/// As long as the early pause, plus the audio buffered by the resampler.
 const PAUSE_MS: usize = 250;
 
-/// Waits until the script has been asked for so many of each.
+/// Waits until the script has received this many requests of each kind.
 async fn worked(open: &Open, transcriptions: usize, chats: usize, speeches: usize) {
     let script = &open.script;
     let counts = || {
@@ -442,16 +441,16 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_a_turn_and_given_at_its
     );
     worked(&open, 1, 1, 1).await;
 
-    // Time for the next turn: audio that comes faster than it is spoken is a file.
+    // Time for the next turn: audio that arrives faster than real time is a file.
     tokio::time::sleep(Duration::from_millis(1000)).await;
-    // A user who goes on has not asked.
+    // A user who continues has not asked.
     script.answer([started(), delta("It is "), Step::Hang]);
     client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 2, 2, 1).await;
     client.append(&loud(100)).await;
     script.all_dropped().await;
 
-    // Neither is an answer given that was begun with other instructions.
+    // Nor is an answer used that was started with other instructions.
     script.answer([started(), delta("Yes."), finished()]);
     tokio::time::sleep(Duration::from_millis(400)).await;
     client.append(&quiet(300)).await;
@@ -492,7 +491,7 @@ async fn an_answer_begun_early_is_given_up_for_memory_and_for_requests_and_begun
         assert_eq!(done["response"]["status"], "completed");
         worked(&open, 2 * round + 2, 2 * round + 2, round + 1).await;
         assert!(!script.chats.lock().unwrap().last().unwrap().meta.early);
-        // for the next turn: audio that comes faster than it is spoken is a file
+        // time for the next turn: audio that arrives faster than real time is a file
         tokio::time::sleep(Duration::from_millis(900)).await;
     }
 }
@@ -502,7 +501,7 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     let open = open().await;
     let mut client = Client::open(&open).await;
     let busy = || at_limit("answer", "work ahead of a request", 0_u64);
-    // The recogniser.
+    // The recogniser is busy.
     open.script.refuse([busy()]);
     client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 1, 0, 0).await;
@@ -511,7 +510,7 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     assert_eq!(done["response"]["status"], "completed");
     worked(&open, 2, 1, 1).await;
 
-    // The recogniser, behind the end.
+    // The recogniser completes after the end of the utterance.
     *open.script.transcript_after.lock().unwrap() = Some(Duration::from_millis(100));
     tokio::time::sleep(Duration::from_millis(900)).await;
     client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
@@ -523,7 +522,7 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     worked(&open, 4, 2, 2).await;
     *open.script.transcript_after.lock().unwrap() = None;
 
-    // The LLM.
+    // The LLM is busy.
     tokio::time::sleep(Duration::from_millis(900)).await;
     open.script.answer([started(), failed(busy())]);
     client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
@@ -548,7 +547,7 @@ async fn a_user_who_speaks_cancels_the_answer_and_so_does_the_client() {
     client
         .error("conversation_already_has_active_response", None)
         .await;
-    // 50 ms after its first sample, wherever that is, and with no sample more
+    // 50 ms after its first sample, at any offset, and without further samples
     client.append(&[0; 4801]).await;
     client.append(&loud(50)).await;
     let events = client.until("response.done").await;
@@ -1028,7 +1027,7 @@ async fn committed_silence_is_an_empty_transcript_and_its_response_answers_the_r
     let session = json!({"type": "realtime", "output_modalities": ["text"], "audio": {
         "input": {"turn_detection": null, "transcription": {"model": "pocketsphinx"}}}});
     let mut client = Client::with(&open, session).await;
-    // before anything was said, also while the recogniser still listens
+    // before any text, also while the recogniser still listens
     for listening in [None, Some(Duration::from_millis(50))] {
         *open.script.transcript_after.lock().unwrap() = listening;
         client.append(&quiet(400)).await;
@@ -1107,7 +1106,7 @@ async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
     );
     assert_eq!(done["response"]["output"][0]["status"], "incomplete");
 
-    // the voice fails in the middle
+    // the voice fails during the answer
     open.script
         .answer([started(), delta("It is done."), finished()]);
     *open.script.speech.lock().unwrap() = vec![Ok(vec![1000; 8000]), Err(pressure())];
@@ -1121,7 +1120,7 @@ async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status"], "completed");
 
-    // the recogniser does
+    // the recogniser fails
     open.script.refuse([pressure()]);
     client.append(&[loud(400), quiet(700)].concat()).await;
     let done = client.until("response.done").await.pop().unwrap();
@@ -1306,7 +1305,7 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
             .contains("limit of 1 s"),
         "{error}"
     );
-    // and the audio of all sessions together is limited too
+    // the audio of all sessions together is also limited
     let mut other = Client::with(&open, session).await;
     other.append(&loud(500)).await;
     other.error("rate_limit_exceeded", None).await;
@@ -1356,7 +1355,7 @@ async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
     client.error("invalid_value", Some("item")).await;
 }
 
-/// Eight sessions with tools of 0.9 MB held 519 MB.
+/// Eight sessions with tools of 0.9 MB took 519 MB.
 #[tokio::test]
 async fn the_settings_of_sessions_take_bounded_memory() {
     let open = open().await;
@@ -1383,7 +1382,7 @@ async fn the_settings_of_sessions_take_bounded_memory() {
         );
         sessions.push(session);
     }
-    // Each of them fits, but not all together.
+    // Each fits alone, but not all together.
     let large = tools(4000);
     let tree = heap::tree_bytes(large.as_bytes());
     assert!(
@@ -1407,7 +1406,7 @@ async fn the_settings_of_sessions_take_bounded_memory() {
     }
     assert_eq!(kinds[0], "updated");
     assert_eq!(kinds[1..], ["rate_limit_exceeded"; 7]);
-    // Earlier settings stay in force, and smaller ones make room.
+    // Earlier settings stay in force, and smaller ones free memory.
     sessions[0]
         .socket
         .send(Message::text(tools(1)))

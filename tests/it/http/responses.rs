@@ -16,7 +16,7 @@ fn question(more: &Value) -> Value {
     with(json!({"model": "tiny", "input": "turn on the light"}), more)
 }
 
-/// Events in order: each has its name, and consecutive numbers.
+/// Returns events in order, each with its name and consecutive numbers.
 fn events(answer: &Answer) -> Vec<Value> {
     let events = answer.named_events();
     for (number, event) in events.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Scripted backends that record their requests. For tests only.
+//! Scripted backends that record their requests.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -34,7 +34,6 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// One step of a scripted answer.
 #[derive(Clone, Debug)]
 pub(super) enum Step {
     Event(ChatEvent),
@@ -45,7 +44,6 @@ pub(super) enum Step {
     Hang,
 }
 
-/// Script of the backends.
 #[derive(Default)]
 pub(super) struct Script {
     pub(super) refusals: Mutex<Vec<Refusal>>,
@@ -68,7 +66,7 @@ pub(super) struct Script {
     pub(super) dropped: Notify,
 }
 
-/// The answers that run, and the state that they see.
+/// Running answers, and the state that they see.
 pub(super) struct Answers(
     pub(super) watch::Sender<Arc<Snapshot>>,
     pub(super) RunningAnswers,
@@ -83,7 +81,7 @@ impl Default for Answers {
 }
 
 impl Script {
-    /// Refuses the next requests with these, in order.
+    /// Refuses the next requests with these refusals, in order.
     pub(super) fn refuse(&self, refusals: impl IntoIterator<Item = Refusal>) {
         let mut queue = self.refusals.lock().unwrap();
         queue.extend(refusals);
@@ -110,7 +108,6 @@ impl Script {
         }
     }
 
-    /// Waits until no generation is alive.
     pub(super) async fn all_dropped(&self) {
         while self.live.load(Ordering::SeqCst) > 0 {
             self.dropped.notified().await;
@@ -118,7 +115,7 @@ impl Script {
     }
 }
 
-/// A generation lives as long as one of these.
+/// Guard of a running generation.
 struct Live(Arc<Script>);
 
 impl Live {
@@ -212,7 +209,7 @@ impl ChatBackend for Scripted {
     }
 }
 
-/// One token per byte; 0 begins a sequence.
+/// One token per byte; 0 starts a sequence.
 impl TokenizerBackend for Scripted {
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
         let bytes: usize = prompt
@@ -241,7 +238,7 @@ impl TokenizerBackend for Scripted {
     }
 }
 
-/// A client in another process puts the script into its prompt.
+/// Parses the script that a client in another process puts into its prompt.
 fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
     let retry_after = Duration::from_millis(50);
     match prompt.strip_prefix("script: ")? {
@@ -416,7 +413,7 @@ impl StatusBackend for ScriptedStatus {
     }
 }
 
-/// APIs that are open for the lifetime of the value.
+/// APIs open for the lifetime of the value.
 pub(super) struct Open {
     pub(super) address: SocketAddr,
     pub(super) script: Arc<Script>,
@@ -431,7 +428,7 @@ impl Drop for Open {
     }
 }
 
-/// APIs that refuse immediately, without waiting.
+/// Opens APIs that refuse immediately, without waiting.
 pub(super) async fn open() -> Open {
     open_with(
         Limits {
@@ -447,7 +444,7 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
     open_to(limits, with_models, Access::default()).await
 }
 
-/// The same for clients in `access`.
+/// Opens APIs for the clients in `access`.
 pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -> Open {
     let script = Arc::new(Script::default());
     script.answer([started(), delta("It is "), delta("done."), finished()]);

@@ -14,7 +14,7 @@ use cotenant::{
 
 use super::Machine;
 
-/// A machine with the audit's findings.
+/// Machine with the audit's findings.
 trait Audited {
     fn process(self, pid: u32, name: &str, pages: u64) -> Self;
     fn audit(&self) -> Vec<Finding>;
@@ -268,7 +268,7 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
 fn the_unit_of_a_package_is_read_where_etc_has_none() {
     let unit = include_str!("../../../deploy/cotenant.service");
     let packaged = orin_nx().with("usr/lib/systemd/system/cotenant.service", unit);
-    // The folder did not exist when the tree was named.
+    // The folder did not exist when the root was constructed.
     let packaged = Machine {
         root: ProbeRoot::at(packaged.folder.path()),
         ..packaged
@@ -279,7 +279,7 @@ fn the_unit_of_a_package_is_read_where_etc_has_none() {
         "[Service]\nPrivateDevices=yes\n",
     );
     assert!(edited.rules().contains("unit_sandbox"));
-    // A file of the same name in /etc replaces it, and so does a unit.
+    // A drop-in of the same name in /etc replaces it, and so does a unit.
     let replaced = edited.with(
         "etc/systemd/system/cotenant.service.d/a.conf",
         "[Service]\nPrivateDevices=no\n",
@@ -400,7 +400,7 @@ fn controllers_that_are_missing_are_named_and_rights_of_a_copy_are_not() {
     );
 }
 
-/// One board per generation, as far as captures exist: the audit's findings, and their costs.
+/// One board per generation, as far as captures exist, with the audit's findings and their costs.
 #[test]
 fn each_board_has_its_findings() {
     let release = |l4t: &str| {
@@ -414,7 +414,7 @@ fn each_board_has_its_findings() {
             .map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
         stanzas.collect()
     };
-    // `MemTotal` of boards without a captured meminfo, from their line of tegrastats.
+    // `MemTotal` of boards without a captured meminfo, from their tegrastats line.
     let memory = |mib: u64| {
         format!(
             "MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n",
@@ -564,7 +564,7 @@ fn what_was_not_copied_is_no_finding_and_neither_is_the_process_that_copied() {
         said.contains("nothing is known of it: psi, vmstat, nvmap"),
         "{said}"
     );
-    // A copied file is unchanged: no trigger is written into it.
+    // A copied file stays unchanged: no trigger is written to it.
     let counted = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
     let copied = orin_nx().with("proc/pressure/memory", counted);
     assert!(

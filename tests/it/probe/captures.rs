@@ -1,4 +1,4 @@
-//! Captures of boards: each has a parser, whose figures match those computed by hand.
+//! Captures of boards, each with a parser whose figures match those computed by hand.
 //!
 //! Sources that the product does not read itself (the output of `tegrastats`, `nvpmodel`, `zramctl`, `free`) are
 //! compared with those that it reads instead.
@@ -24,7 +24,7 @@ use cotenant::{
 
 use super::Machine;
 
-/// A path prefix of files, the name of their parser, and its check.
+/// Path prefix of files, the name of their parser, and its check.
 type Parser = (&'static str, &'static str, fn(&Capture));
 
 const PARSERS: [Parser; 27] = [
@@ -91,7 +91,7 @@ impl Capture {
         std::str::from_utf8(&self.bytes).unwrap()
     }
 
-    /// Rows of a tab-separated table without its header; each has a cell per column.
+    /// Returns the rows of a tab-separated table without its header; each has a cell per column.
     fn rows(&self) -> Vec<Vec<&str>> {
         let mut lines = self
             .text()
@@ -126,7 +126,7 @@ fn collect(folder: &Path, top: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// The first row that matches a file.
+/// Returns the first row that matches a file.
 fn parser_of(path: &str) -> Option<&'static Parser> {
     PARSERS.iter().find(|(prefix, ..)| path.starts_with(prefix))
 }
@@ -161,7 +161,7 @@ fn meminfo_of(name: &str) -> Meminfo {
     Meminfo::parse(&Capture::of(&format!("meminfo/{name}.txt")).bytes).unwrap()
 }
 
-/// Available minus free CMA, and memory that no line lists.
+/// `MemAvailable` minus free CMA, and memory that no line lists.
 #[test]
 fn figures_of_meminfo_are_those_worked_out_by_hand() {
     for (board, low, residual) in [
@@ -231,7 +231,7 @@ fn figures_of_the_page_pool_are_those_worked_out_by_hand() {
     let pool = Nvmap::find(&machine.root).unwrap().pool().unwrap();
     // 2 012 087 pages of 4 KiB, which is an eighth of the board's 16 096 703.
     assert_eq!(pool.bytes(), Bytes::new(2_012_087 * 4096));
-    // CUDA's free memory fell by 60 375 707 648 − 52 034 760 704 when as much was allocated and freed: the pool, and 94
+    // CUDA's free memory fell by 60 375 707 648 − 52 034 760 704 after equal allocations and frees: the pool, and 94
     // MiB.
     assert_eq!(8_340_946_944 - pool.bytes().get(), 99_438_592);
     let info = meminfo_of("orin-nx-16g_r36.4_after-gpu-free-pool-full.RECONSTRUCTED");
@@ -266,7 +266,7 @@ fn clients(capture: &Capture) {
     assert_eq!(found.rows.len(), lines.count(), "{}", capture.path);
     let sum: Bytes = found.rows.iter().map(|row| row.size).sum();
     let total = found.total.unwrap();
-    // One was truncated by its author.
+    // One was truncated in the report.
     assert_eq!(
         sum == total,
         !capture.path.contains("vllm"),
@@ -275,7 +275,7 @@ fn clients(capture: &Capture) {
     );
 }
 
-/// The same rows with mappings below them, which are not clients.
+/// The same rows followed by mappings, which are not clients.
 fn maps(capture: &Capture) {
     let found = Clients::parse(&capture.bytes);
     assert_eq!(
@@ -316,7 +316,7 @@ fn total_memory(capture: &Capture) {
     );
 }
 
-/// The paths read are those of the driver.
+/// The paths in use match those of the driver.
 fn nvmap_paths(capture: &Capture) {
     let known: Vec<&str> = capture.rows().iter().map(|row| row[0]).collect();
     for read in [
@@ -368,7 +368,7 @@ fn buddyinfo(capture: &Capture) {
     );
 }
 
-/// `53x1MB` or `1x512kB`.
+/// Parses `53x1MB` or `1x512kB`.
 fn lfb(text: &str) -> (u64, Bytes) {
     let (count, size) = text.split_once('x').unwrap();
     let bytes = match size.split_at(size.find(|c: char| c.is_alphabetic()).unwrap()) {
@@ -396,7 +396,7 @@ fn swaps(capture: &Capture) {
     assert_eq!(used, kib(11_260_108));
 }
 
-/// A size as printed by `lsblk`, `swapon`, `zramctl` and `free`: `635M`, `2.6G`, `7.4Gi`.
+/// Parses a size as printed by `lsblk`, `swapon`, `zramctl` and `free`: `635M`, `2.6G`, `7.4Gi`.
 fn printed(text: &str) -> Option<f64> {
     let text = text.trim_end_matches('i');
     let factor = match text.chars().last()? {
@@ -447,7 +447,7 @@ fn zram(capture: &Capture) {
     }
 }
 
-/// An Orin NX 16 GB on this release, with an empty list of packages.
+/// Returns an Orin NX 16 GB with this release and an empty list of packages.
 fn board(l4t: &str) -> Machine {
     let (major, revision) = l4t.split_once('.').unwrap();
     Machine::new()
@@ -468,7 +468,7 @@ fn rules(machine: &Machine) -> Vec<&'static str> {
         .collect()
 }
 
-/// Rules about releases and packages with findings.
+/// Returns the rules about releases and packages that have findings.
 fn misfits(machine: &Machine) -> Vec<&'static str> {
     let about = [
         "l4t_package",
@@ -529,7 +529,7 @@ fn packages(capture: &Capture) {
                 Vec::<&str>::new(),
                 "{path}"
             );
-            // The same on JetPack 5 is a mismatch.
+            // With JetPack 5 it is a mismatch.
             assert!(
                 misfits(&with_packages(board("35.4.1"), &installed)).contains(&"tensorrt_release"),
                 "{path}"
@@ -621,7 +621,7 @@ fn release(capture: &Capture) {
     );
 }
 
-/// Whether the audit warns of the chosen mode, among these.
+/// Returns whether the audit warns of the selected mode, among these.
 fn warns_of(chosen: &str, modes: &[(String, String)]) -> bool {
     let conf: String = modes
         .iter()
@@ -654,7 +654,7 @@ fn power_modes(capture: &Capture) {
     }
     assert!(!modes.is_empty(), "{}", capture.path);
     for (id, name) in &modes {
-        // If only one mode was captured, none is known to be higher.
+        // If only one mode was captured, no higher one is known.
         assert_eq!(
             warns_of(id, &modes),
             modes.len() > 1 && !name.starts_with("MAXN"),
@@ -664,7 +664,7 @@ fn power_modes(capture: &Capture) {
     }
 }
 
-/// Cost of each mode of an Orin NX, by its limits.
+/// Costs of each mode of an Orin NX, by its limits.
 fn mode_limits(capture: &Capture) {
     for (row, gpu_percent) in capture.rows().iter().zip([None, Some(33), Some(55), None]) {
         let mhz: u64 = row[3].parse().unwrap();
@@ -740,7 +740,7 @@ fn sysfs(capture: &Capture) {
     }
 }
 
-/// `RAM used/totalMB (lfb NxZMB) SWAP used/totalMB`; the last two may be missing.
+/// Parses `RAM used/totalMB (lfb NxZMB) SWAP used/totalMB`; the last two may be missing.
 fn tegrastats(capture: &Capture) {
     for line in capture.text().lines() {
         let after = |mark: &str| line.split_once(mark).map(|(_, rest)| rest);
@@ -762,8 +762,7 @@ fn tegrastats(capture: &Capture) {
             let (used, total) = pair(swap);
             assert!(used <= total, "{line}");
         }
-        // The board whose meminfo was captured too: 7802736 kB, of which MemTotal − MemFree − Buffers − Cached are
-        // used.
+        // The board whose meminfo was captured too: of 7802736 kB, MemTotal − MemFree − Buffers − Cached are used.
         if capture.path.contains("orin-nano-8g") {
             let info = meminfo_of("orin-nano-8g_r36.4.x_5.15.148");
             assert_eq!(info.total.get().div_ceil(1 << 20), total);

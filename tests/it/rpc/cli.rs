@@ -297,7 +297,7 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         .await;
         assert_eq!(code(&reported), release, "{others:?}: {reported:?}");
         if others == Some(Role::Tenant) {
-            // A tenant may release leases, but this one belongs to another.
+            // A tenant may release its own leases, but this one belongs to another.
             assert!(
                 stderr(&reported).contains("it belongs to uid 0"),
                 "{reported:?}"

@@ -1,4 +1,4 @@
-//! A small daemon: the real control loop, journal and server, on a simulated device.
+//! Small daemon: the real control loop, journal and server, on a simulated device.
 
 use std::{
     collections::BTreeMap,
@@ -41,24 +41,23 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
-/// Memory of the device.
 pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
-/// Part of it that is never handed out; the budget is 1 GiB.
+/// Reserve; the budget is 1 GiB.
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
 
-/// End of a text whose last word is `reclaim`.
+/// Returned at the end of a text whose last word is `reclaim`.
 const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
     generated: cotenant::units::Tokens::new(2),
     retry_after: Duration::from_millis(50),
 };
 
-/// End of a text whose last word is `break`.
+/// Returned at the end of a text whose last word is `break`.
 const ENGINE_LOST: fn() -> Refusal = || Refusal::EngineLost {
     reason: "it panicked".into(),
     retry_after: Duration::from_millis(50),
 };
 
-/// Returns a text word by word, and counts running generations.
+/// Generator that returns a text word by word, and counts running generations.
 #[derive(Default)]
 pub(super) struct Parrot {
     pub(super) running: watch::Sender<u32>,
@@ -146,7 +145,6 @@ impl Generator for Parrot {
     }
 }
 
-/// Settings of a daemon.
 pub(super) struct Settings {
     pub(super) limits: Limits,
     pub(super) roles: Roles,
@@ -163,14 +161,12 @@ impl Default for Settings {
     }
 }
 
-/// A running daemon.
 pub(super) struct Daemon {
     pub(super) folder: tempfile::TempDir,
     pub(super) handle: Arc<ControlHandle>,
     pub(super) parrot: Arc<Parrot>,
     pub(super) health: Health,
     pub(super) abstract_name: String,
-    /// Measured use of each tenant.
     pub(super) uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
     stop: CancellationToken,
     server: tokio::task::JoinHandle<()>,
@@ -220,7 +216,7 @@ impl Daemon {
                 () = stopped.cancelled() => {}
             }
         });
-        // The first sample has been taken, so that requests are judged by it.
+        // The first sample has been taken, so that it applies to requests.
         let mut snapshots = handle.snapshot();
         snapshots
             .wait_for(|snapshot| snapshot.pressure.sample.is_some())
@@ -268,7 +264,7 @@ impl Daemon {
             .unwrap()
     }
 
-    /// A connection that buffers at most 64 KiB.
+    /// Returns a connection that buffers at most 64 KiB.
     pub(super) async fn narrow_channel(&self) -> Channel {
         tonic::transport::Endpoint::from_shared(self.endpoint())
             .unwrap()
@@ -290,12 +286,11 @@ impl Daemon {
         LlmServiceClient::new(self.channel().await)
     }
 
-    /// Sets the use of a tenant from now on.
     pub(super) fn set_used(&self, tenant: &str, used: Bytes) {
         self.uses.lock().unwrap().insert(tenant.to_owned(), used);
     }
 
-    /// The state, once `fits` accepts it.
+    /// Waits for a state accepted by `fits`.
     pub(super) async fn state(&self, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
         let mut snapshots = self.handle.snapshot();
         let waiting = snapshots.wait_for(|snapshot| fits(snapshot));
@@ -424,7 +419,7 @@ async fn sample(
     }
 }
 
-/// The device: a table of holders' use, and workers that start and end at once.
+/// Simulated device: a table of holders' use, and workers that start and end at once.
 struct Device {
     handle: Arc<ControlHandle>,
     uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
@@ -507,7 +502,7 @@ impl Perform for Device {
     }
 }
 
-/// A request that is granted at once.
+/// Returns a request that is granted at once.
 pub(super) fn request(id: &str, tenant: &str, mib: u64) -> v1::CreateLeaseRequest {
     v1::CreateLeaseRequest {
         request_id: id.into(),
@@ -536,7 +531,7 @@ pub(crate) async fn granted(
         .unwrap()
 }
 
-/// The code and the reason of an error that must carry both.
+/// Returns code and reason of an error, which must have both.
 pub(super) fn reason(status: &Status) -> (Code, String) {
     let info = status
         .get_details_error_info()
@@ -552,7 +547,7 @@ pub(super) fn reason(status: &Status) -> (Code, String) {
     (status.code(), info.reason)
 }
 
-/// Bounds beyond every test.
+/// Bounds that no test reaches.
 pub(super) const WIDE: Bounds = Bounds {
     per_process: 10_000,
     per_user: 10_000,
@@ -560,7 +555,7 @@ pub(super) const WIDE: Bounds = Bounds {
 };
 
 impl Daemon {
-    /// Number of events or actions with a name, once the journal contains `after`.
+    /// Returns the number of events or actions with a name, once the journal contains `after`.
     pub(super) async fn count(&self, name: &str, after: &str) -> usize {
         let events = self.handle.events();
         let mut last = events.last_sequence();

@@ -1,4 +1,4 @@
-//! A holder's stream.
+//! Stream of a holder.
 
 use cotenant::{
     rpc::v1::{
@@ -90,7 +90,7 @@ impl Held {
     }
 }
 
-/// A shrinkable tenant holds most of the budget, and an urgent one requests its memory.
+/// Sets up a shrinkable tenant that holds most of the budget, and an urgent one that requests its memory.
 async fn with_a_target(daemon: &Daemon) -> (Held, v1::Target, tokio::task::JoinHandle<v1::Lease>) {
     let mut client = daemon.leases().await;
     let lease = granted(
@@ -127,7 +127,7 @@ async fn a_target_is_reported_answered_and_credited_once_it_is_measured() {
         "{target:?}"
     );
 
-    // Acknowledges without acting: not credited.
+    // Acknowledges without releasing: not credited.
     held.answer(
         target.nonce,
         target.target_bytes,

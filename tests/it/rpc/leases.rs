@@ -125,7 +125,7 @@ async fn the_same_request_id_books_once() {
     daemon.end().await;
 }
 
-/// Invalid requests, with the invalid field; `good` is a valid request.
+/// Returns invalid requests, with the invalid field; `good` is a valid request.
 pub(crate) fn bad_requests(
     good: &v1::CreateLeaseRequest,
 ) -> Vec<(&'static str, v1::CreateLeaseRequest)> {
@@ -352,7 +352,7 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_repo
             "{name} {boot_id} {generation}"
         );
     }
-    // A client cannot release a worker's lease held by the supervisor.
+    // A client cannot release the supervisor's lease of a worker.
     let snapshot = daemon.state(|snapshot| snapshot.leases.len() > 1).await;
     let of_worker = snapshot
         .leases
@@ -543,7 +543,7 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
             .unwrap();
         (state.unwrap().unwrap(), stream)
     };
-    // The journal lags behind the state: with its first line, no reader would lag below.
+    // The journal lags behind the state: with its first line written, no reader lags below.
     daemon.written_behind(1).await;
     let from_the_start = v1::WatchLeasesRequest::default();
     let stream = client
@@ -558,21 +558,21 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
     }
     drop(watch);
     assert!(!state.leases.is_empty() && last.sequence > 0);
-    // From another run: the state, at once.
+    // From another run: the state is sent at once.
     let foreign = v1::WatchLeasesRequest {
         after_sequence: u64::MAX,
         boot_id: "another".into(),
     };
     let stream = client.watch_leases(foreign).await.unwrap().into_inner();
     assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
-    // Behind: the state, at once.
+    // Older: the state is sent at once.
     let behind = v1::WatchLeasesRequest {
         after_sequence: 1,
         boot_id: last.boot_id.clone(),
     };
     let stream = client.watch_leases(behind).await.unwrap().into_inner();
     assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
-    // Up to date: nothing until a change, and then the change.
+    // Up to date: nothing is sent until a change.
     let current = v1::WatchLeasesRequest {
         after_sequence: daemon.last_sequence(),
         boot_id: last.boot_id.clone(),

@@ -122,7 +122,7 @@ async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_plac
         }
     };
     tokio::time::timeout(PATIENCE, free_again).await.unwrap();
-    // If it reads again, it gets the messages in flight, and the reason.
+    // If it reads again, it receives the messages in flight, and the reason.
     let mut unread = unread.into_inner();
     let status = loop {
         match tokio::time::timeout(PATIENCE, unread.message())
@@ -199,7 +199,7 @@ async fn one_user_has_so_many_leases() {
         reason(&status),
         (Code::ResourceExhausted, "QUOTA_EXCEEDED".into())
     );
-    // With this many holders to name, a denial still fits into the trailers that clients accept.
+    // With this many holders named, a denial still fits into the trailers that clients accept.
     let status = client
         .create_lease(request("large", "large", 5000))
         .await

@@ -1,4 +1,4 @@
-//! Holder of a lease: the requesting, measured process, also if another opens its stream.
+//! The holder of a lease is the requesting, measured process, also if another one opens its stream.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _},
@@ -23,10 +23,10 @@ use super::{
     hold::Held,
 };
 
-/// The lease held by another process, for a process started as an onlooker.
+/// Environment variable with the lease of another process, for a process started as an onlooker.
 const LEASE: &str = "COTENANT_TEST_LEASE";
 
-/// Prefix that a process prints before its lease.
+/// Prefix printed by a process before its lease.
 const MARK: &str = "holds ";
 
 async fn child_client() -> LeaseServiceClient<Channel> {
@@ -56,7 +56,7 @@ fn lease_in(text: &str) -> v1::Lease {
     }
 }
 
-/// A process that has requested a lease, and runs until its input is closed.
+/// Process that has requested a lease, and runs until its input is closed.
 struct Holder {
     process: Child,
     lease: v1::Lease,
@@ -87,7 +87,7 @@ impl Holder {
     }
 }
 
-/// Whether a lease is listed, and its state.
+/// Waits until `fits` accepts the state of a lease, `None` if it is not listed.
 async fn state_of(daemon: &Daemon, lease: &v1::Lease, fits: impl Fn(Option<LeaseState>) -> bool) {
     daemon
         .state(|snapshot| {
@@ -140,11 +140,11 @@ async fn child_that_looks_on_and_ends() {
         let holder = format!("process {}", std::os::unix::process::parent_id());
         assert!(status.message().contains(&holder), "{status:?}");
     };
-    // It may read the state, and its replies to a target are not forwarded.
+    // It may read the state, but its replies to a target are refused.
     let mut held = Held::open(&mut client, lease.clone()).await;
     held.answer(7, 1, TargetState::Applied, Bytes::new(1)).await;
     refused(&held.hear.message().await.unwrap_err());
-    // Shrinking is the holder's own decision, and so is an identical request.
+    // Shrinking is reserved to the holder, and so is an identical request.
     let less = v1::UpdateLeaseRequest {
         name: lease.name.clone(),
         boot_id: lease.boot_id.clone(),
@@ -183,7 +183,7 @@ async fn a_holder_is_watched_beyond_the_end_of_its_lease_whatever_else_is_leased
     daemon.set_used("child", Bytes::from_mib(800));
     let holder = Holder::start(&daemon).await;
     let lease = holder.lease.clone();
-    // It is asked to come down, does not reply, and may use all of it until its term of five minutes is over.
+    // It is asked to shrink, does not reply, and may use all of it until its term of five minutes ends.
     let mut urgent_client = client.clone();
     let urgent = tokio::spawn(async move {
         let asks = v1::CreateLeaseRequest {

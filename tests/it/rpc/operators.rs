@@ -142,7 +142,7 @@ async fn a_reader_that_is_too_slow_is_reported_what_it_missed_and_goes_on() {
 async fn operators_shed_regrow_and_command_workers() {
     let daemon = Daemon::start().await;
     let mut client = daemon.operator().await;
-    // There is no engine here, and so nothing to shed: this is reported, and not an internal error.
+    // Without an engine there is nothing to shed: this is reported, not an internal error.
     let nothing = client
         .shed(v1::ShedRequest {
             shed_bytes: 1 << 20,

@@ -26,7 +26,7 @@ fn roles() -> Roles {
     roles
 }
 
-/// Result of each kind of call: `ok`, or the reason of its refusal.
+/// Returns the result of each kind of call: `ok`, or the reason of its refusal.
 async fn said(channel: &Channel, uid: u32) -> [String; 6] {
     fn word<T>(result: Result<T, Status>) -> String {
         match result {
@@ -90,7 +90,7 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
             );
         }
     }
-    // A right for all users extends to unmanaged processes.
+    // A right for all users includes unmanaged processes.
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);

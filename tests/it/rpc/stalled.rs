@@ -1,4 +1,4 @@
-//! A hanging arbiter: the services still respond, and report it.
+//! Hung arbiter: the services still respond, and report it.
 
 use std::{
     sync::{
@@ -30,7 +30,7 @@ use tonic::Code;
 
 use super::daemon::{Parrot, reason, request};
 
-/// Accepts events without replying, or accepts none.
+/// Control loop that accepts events without replying, or accepts none.
 struct Stalled {
     tickets: AtomicU64,
     taken: Mutex<Vec<(Event, Option<oneshot::Sender<Answer>>)>>,

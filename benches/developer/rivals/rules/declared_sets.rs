@@ -5,15 +5,15 @@ use std::collections::BTreeSet;
 use super::{Resident, Rival, Room, View, Wanted};
 use cotenant::units::Timestamp;
 
-/// The matrix of llama-swap `internal/router`: of the declared sets with the wanted model, the one with the fewest
-/// evictions, at `evict_costs` of 1 each. A busy model is not interrupted, the request waits. Bytes are not considered.
+/// The matrix of llama-swap `internal/router`: of the declared sets with the requested model, the one with the fewest
+/// evictions, at `evict_costs` of 1 each. A busy model is not interrupted; the request waits. Bytes are not considered.
 #[derive(Clone, Debug)]
 pub(crate) struct DeclaredSets {
     sets: Vec<BTreeSet<String>>,
 }
 
 impl DeclaredSets {
-    /// With these sets; among equal ones, the first wins.
+    /// Uses these sets; among equal ones, the first wins.
     #[must_use]
     pub(crate) const fn new(sets: Vec<BTreeSet<String>>) -> Self {
         Self { sets }

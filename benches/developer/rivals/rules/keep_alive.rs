@@ -5,10 +5,10 @@ use std::time::Duration;
 use super::{Rival, Room, View, Wanted};
 use cotenant::units::Timestamp;
 
-/// `server/sched.go` of Ollama: a model is unloaded after 5 min without a request; before a load, unless it is the
-/// first one, models are unloaded until the forecast is at most 80 % of free memory, the shortest keep-alive first and
-/// then by name (all have the same here), and never more than 3 stay. A busy one is waited for. Release is not checked
-/// on a shared memory.
+/// `server/sched.go` of Ollama: a model is unloaded after 5 min without a request. Before a load, unless it is the
+/// first one, models are unloaded until the forecast is at most 80 % of free memory, shortest keep-alive first and then
+/// by name (all have the same here), and at most 3 remain. It waits for busy models. Release is not checked on shared
+/// memory.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KeepAliveOrder;
 
@@ -25,7 +25,7 @@ impl Rival for KeepAliveOrder {
         let free = view.total.saturating_sub(view.used);
         let fits =
             wanted.bytes <= free.per_mille(FORECAST_PER_MILLE) && view.residents.len() < MODELS_MAX;
-        // All have the same keep-alive, so the name decides; an idle one goes first, as in its own code.
+        // All have the same keep-alive, so the name decides; idle ones go first, as in Ollama.
         let first = view
             .residents
             .iter()

@@ -1,7 +1,7 @@
 //! Rules of other programs as small baselines.
 //!
-//! Each is the rule of a public program with its published constants, and nothing more: whole models are loaded and
-//! unloaded. A rival is asked for room before a model is loaded, and polled; it sees what that program can see.
+//! Each is only the rule of a public program with its published constants: whole models are loaded and unloaded. A
+//! rival is called before a model is loaded, and polled; it sees the same state as that program.
 
 mod count_lru;
 mod declared_sets;
@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use cotenant::units::{Bytes, Timestamp};
 
-/// Purpose of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     /// Generates answers.
@@ -28,7 +27,7 @@ pub(crate) enum Kind {
     Tts,
 }
 
-/// A model that is loaded or loading.
+/// Model that is loaded or loading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Resident {
     /// Its name.
@@ -54,7 +53,7 @@ pub(crate) struct View {
     pub residents: Vec<Resident>,
 }
 
-/// A model that a request needs and that is not in memory.
+/// Requested model that is not in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     /// Its name.
@@ -70,25 +69,23 @@ pub(crate) struct Wanted {
 pub(crate) enum Room {
     /// Load it.
     Load,
-    /// Unload these first, then ask again.
+    /// Unload these first, then call again.
     Evict(Vec<String>),
-    /// A program is busy: ask again.
+    /// A program is busy: call again.
     Wait,
 }
 
-/// The rule of another program.
 pub(crate) trait Rival {
-    /// Its name in tables.
     fn name(&self) -> &'static str;
-    /// Called in every step while a request waits for a model that is not in memory.
+    /// Returns the action before a load; called in every step while a request waits for a model that is not in memory.
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room;
-    /// Models to unload now; called in every step.
+    /// Returns models to unload now; called in every step.
     fn poll(&mut self, now: Timestamp, view: &View) -> Vec<String>;
-    /// Whether a load waits until unloaded memory has been released.
+    /// Returns whether a load waits until unloaded memory has been released.
     fn waits_for_release(&self) -> bool;
 }
 
-/// The least recently used idle model; among equal ones, the first by name.
+/// Returns the least recently used idle model; among equal ones, the first by name.
 fn least_recent<'a>(residents: impl Iterator<Item = &'a Resident>) -> Option<&'a Resident> {
     residents.min_by_key(|resident| (resident.used_at, &resident.name))
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Resident, Rival, Room, View, Wanted, least_recent};
 use cotenant::units::Timestamp;
 
-/// A watch that polls the memory of the machine and stops one idle model at a time. Loads do not ask for room.
+/// Watch that polls the memory of the machine and stops one idle model at a time. Loads do not wait for memory.
 #[derive(Clone, Debug)]
 pub(crate) struct ThresholdLru {
     name: &'static str,
@@ -13,7 +13,7 @@ pub(crate) struct ThresholdLru {
     above_per_mille: u32,
     /// Idle time after which a model is unloaded.
     idle: Option<Duration>,
-    /// Whether cheap loads go first, with one slot per kind of model.
+    /// Whether models with short loads go first, with one slot per kind of model.
     scored: bool,
     next: Timestamp,
 }

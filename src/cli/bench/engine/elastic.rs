@@ -1,6 +1,6 @@
 //! Costs and benefits of elasticity.
 //!
-//! Measured against a static engine, on ordered sheds, beside a busy neighbour, and before the weights are in memory.
+//! Compared with a static engine; during requested sheds; with a busy neighbour; and before the weights are in memory.
 
 use std::{
     io,
@@ -25,7 +25,7 @@ use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 
-/// Orders a plan at some time that the engine does not choose, and notes how it went.
+/// Request for a plan at a time unknown to the engine, with its measurements.
 struct Order {
     at: Arc<Mutex<Option<Instant>>>,
     plan: EnginePlan,
@@ -43,7 +43,7 @@ impl Order {
         }
     }
 
-    /// Gives the order at some time within `most`, which differs from turn to turn.
+    /// Sends the request at some time within `most` that varies with `turn`.
     fn ring_within(&self, turn: u32, most: Duration) -> Result<thread::JoinHandle<()>, String> {
         let clock = Arc::clone(&self.at);
         let most = u32::try_from(most.as_micros()).unwrap_or(u32::MAX).max(1);
@@ -55,7 +55,7 @@ impl Order {
         thread.map_err(|error| no_thread(&error))
     }
 
-    /// Takes back an order that was not seen.
+    /// Withdraws a request that the engine has not seen.
     fn forget(&self) {
         locked(&self.at).take();
     }
@@ -85,7 +85,7 @@ impl Checkpoint for Order {
 }
 
 impl Bench<'_> {
-    /// Memory ordered back at any time while it decodes, and read again.
+    /// Measures sheds requested during decoding, and the reload of the shed memory.
     pub(super) fn sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
         let mut order = Order::of(self.fewer(&all));
@@ -93,7 +93,7 @@ impl Bench<'_> {
             self.model.reset();
             let first = self.tokens(turn, 1);
             self.forward(&first)?;
-            // Somewhere in the first few tokens.
+            // Within the first few tokens.
             let bell = order.ring_within(turn, FEW_TOKENS)?;
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
@@ -113,7 +113,7 @@ impl Bench<'_> {
                     report.asked.saturating_sub(report.grown),
                 );
             }
-            // Shed memory is grown back at once, or after a pause in which a virtual machine's host may take it.
+            // Regrow at once, or after a pause in which a virtual machine's host may take the shed memory.
             let rest = match turn % 10 {
                 0 => Some(""),
                 5 => {
@@ -143,7 +143,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Memory ordered back at any time while it reads a prompt: until the order is seen, and until it is carried out.
+    /// Measures sheds requested during a prompt: until the request is noticed, and until it is completed.
     pub(super) fn prompt_sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
         let mut order = Order::of(self.fewer(&all));
@@ -152,14 +152,14 @@ impl Bench<'_> {
             self.model.reset();
             let prompt = self.tokens(0, PROMPT_SHED_TOKENS.min(self.settings.prompt_max));
             if turn == 0 {
-                // The answer without an order, and its duration.
+                // The answer without a request, and its duration.
                 let started = Instant::now();
                 expected = self.forward(&prompt)?.to_vec();
                 self.values
                     .time("prompt without an order", started.elapsed());
                 continue;
             }
-            // Somewhere in the first layers of its first chunk, or of the second.
+            // Within the first layers of the first chunk, or of the second.
             let bell = order.ring_within(turn, FEW_LAYERS)?;
             let logits = self.pass(&prompt, &mut order)?;
             if logits[..] != expected[..] {
@@ -185,7 +185,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// A plan smaller by this amount, spread evenly, so that a shed frees the requested bytes.
+    /// Returns a plan smaller by this amount, spread evenly, so that a shed frees the requested bytes.
     fn fewer(&self, all: &EnginePlan) -> EnginePlan {
         let parts = count(self.layout.parts.len());
         let wanted = Bytes::from_mib(self.settings.shed_mib);
@@ -207,8 +207,8 @@ impl Bench<'_> {
         }
     }
 
-    /// Seconds to read the parts missing in `plan` as growth reads them, into memory that has been touched before: the
-    /// median of three.
+    /// Returns the seconds to read the parts missing in `plan` as growth does, into memory already touched: the median
+    /// of three.
     fn read_raw(&self, plan: &EnginePlan) -> Result<f64, String> {
         let file =
             WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?;
@@ -229,7 +229,7 @@ fn no_thread(error: &io::Error) -> String {
     format!("cannot start a thread: {error}")
 }
 
-/// Seconds in which as many threads as grow the engine find that much new memory, without readers.
+/// Measures how long the threads that grow the engine take to populate new memory, without reading.
 fn first_touch(bytes: Bytes) -> Result<Duration, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
@@ -254,12 +254,12 @@ fn first_touch(bytes: Bytes) -> Result<Duration, String> {
     Ok(took)
 }
 
-/// Tokens of the prompt in which memory is ordered back.
+/// Tokens of the prompt during which memory is requested.
 const PROMPT_SHED_TOKENS: u32 = 256;
-/// When memory is ordered back: at the earliest, and within so long while it decodes and while it reads a prompt.
+/// Earliest time of a request, and the ranges while decoding and while reading a prompt.
 const ORDER_LEAST: Duration = Duration::from_micros(500);
 const FEW_TOKENS: Duration = Duration::from_millis(20);
 const FEW_LAYERS: Duration = Duration::from_millis(100);
-/// Pause after a shed, as named in the figures: the free pages of a virtual machine are reported to its host after 2 s
-/// (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
+/// Pause after a shed, as labelled in the results: the free pages of a virtual machine are reported to its host after 2
+/// s (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
 const REST: Duration = Duration::from_secs(3);

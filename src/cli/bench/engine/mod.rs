@@ -1,8 +1,7 @@
 //! `cotenant bench engine`: speed, memory and elasticity with the user's own model.
 //!
-//! All figures are measured in one run and in turns: each round takes every figure once, and the peer's if there is
-//! one, so that drift of the machine's speed favours neither. A model whose streamed and resident logits differ is not
-//! measured.
+//! All figures are measured alternately in one run: each round takes every figure once, including the peer's, so that
+//! drift of the machine's speed favours neither. A model whose streamed and resident logits differ is not measured.
 
 mod elastic;
 mod report;
@@ -61,7 +60,7 @@ pub enum Section {
 /// Runs the benchmark and prints its figures.
 ///
 /// # Errors
-/// When the model cannot be loaded or computed, is not exact, or the peer fails.
+/// If the model cannot be loaded or computed, is not exact, or the peer fails.
 pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     args.settings.use_instructions()?;
     let sections: Vec<Section> = Section::value_variants()
@@ -93,10 +92,10 @@ pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
         .write(output)
 }
 
-/// Takes the figures of a section that each round has.
+/// Measures the figures of a section once.
 ///
 /// # Errors
-/// When the model or the peer fails.
+/// If the model or the peer fails.
 pub fn measure(bench: &mut Bench<'_>, section: Section) -> Result<(), String> {
     match section {
         Section::Elasticity => bench.elasticity(),

@@ -11,7 +11,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Everything that was measured.
+/// All measurements.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub version: &'static str,
@@ -20,7 +20,7 @@ pub struct Report {
     pub backend: String,
     pub chunk: u32,
     pub rounds: u32,
-    /// Logits of a resident and of a streamed pass had the same bits.
+    /// Whether logits of a resident and a streamed pass were bit-identical.
     pub exact: bool,
     pub figures: Vec<Figure>,
     pub notes: Vec<String>,
@@ -34,20 +34,20 @@ pub struct Figure {
     pub median: f64,
     pub least: f64,
     pub most: f64,
-    /// Nine in ten are not above it.
+    /// 90th percentile.
     pub ninetieth: f64,
-    /// 99 in a hundred are not above it.
+    /// 99th percentile.
     pub ninety_ninth: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer: Option<Peer>,
 }
 
-/// The same figure of the peer, in the better of its settings by medians.
+/// The same figure of the peer, in its setting with the better median.
 #[derive(Debug, Serialize)]
 pub struct Peer {
     pub repack: bool,
     pub median: f64,
-    /// Ours over the peer's, round by round: the machine drifts less within a round than over all.
+    /// Median over rounds of our value over the peer's: the machine drifts less within a round than over all.
     pub ratio: f64,
     pub ratio_least: f64,
     pub ratio_most: f64,
@@ -56,9 +56,9 @@ pub struct Peer {
 /// Values by figure, in the order of first occurrence.
 #[derive(Default)]
 pub struct Values {
-    /// The figures with their units.
+    /// Figures and their units.
     pub order: Vec<(String, &'static str)>,
-    /// The values of each.
+    /// Values of each figure.
     pub values: BTreeMap<String, Vec<f64>>,
 }
 
@@ -72,29 +72,29 @@ impl Values {
         self.values.entry(what).or_default().push(value);
     }
 
-    /// Adds a time.
+    /// Adds a duration.
     pub fn time(&mut self, what: impl Into<String>, took: Duration) {
         self.add(what, "ms", took.as_secs_f64() * 1e3);
     }
 
-    /// Adds an amount of memory.
+    /// Adds a size.
     pub fn memory(&mut self, what: impl Into<String>, bytes: Bytes) {
         self.add(what, "MiB", mib(bytes));
     }
 
-    /// Adds an amount with its share of the whole.
+    /// Adds a size with its share of the whole.
     pub fn part(&mut self, what: impl Into<String>, part: Bytes, whole: Bytes) {
         self.add(what, "%", percent(part.get(), whole.get()));
     }
 
-    /// Adds a speed, of which this is the time of a token in seconds.
+    /// Adds a speed, given the seconds per token.
     pub fn speed(&mut self, what: impl Into<String>, seconds: f64) {
         self.add(what, TOKENS, 1.0 / seconds);
     }
 }
 
 impl Report {
-    /// Writes it to stdout.
+    /// Writes the report to stdout.
     pub fn write(&self, output: Output) -> Result<(), CliError> {
         output::write_report(output, self, || self.render())
     }
@@ -157,14 +157,14 @@ impl Report {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-/// In MiB.
+/// Returns a size in MiB.
 #[must_use]
 pub fn mib(bytes: Bytes) -> f64 {
     bytes.get() as f64 / f64::from(1 << 20)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-/// A part of a whole in percent.
+/// Returns the percentage of a part.
 #[must_use]
 pub fn percent(part: u64, whole: u64) -> f64 {
     100.0 * part as f64 / (whole as f64).max(1.0)

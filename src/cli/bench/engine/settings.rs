@@ -1,4 +1,4 @@
-//! Settings of the engine's measurements, for any model.
+//! Settings of engine measurements.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use cotenant_policy::{
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_units::causes::in_one_line;
 
-/// As many as the daemon and `calibrate` take without a setting.
+/// Returns the default of the daemon and of `calibrate`.
 fn threads_here() -> u16 {
     u16::try_from(usable_cores(&ProbeRoot::default())).unwrap_or(1)
 }
@@ -64,7 +64,7 @@ impl EngineSettings {
     /// Selects the kernels of `--instructions`.
     ///
     /// # Errors
-    /// When this machine has none of that name.
+    /// If this machine has no kernels of that name.
     pub fn use_instructions(&self) -> Result<(), CliError> {
         let Some(name) = &self.instructions else {
             return Ok(());
@@ -80,7 +80,6 @@ impl EngineSettings {
         })
     }
 
-    /// Compute device.
     fn compute(&self) -> Compute {
         let choice = if self.cuda {
             DeviceChoice::Cuda
@@ -96,10 +95,10 @@ impl EngineSettings {
         }
     }
 
-    /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
+    /// Opens a model with a context as long as its plan's KV capacity, which is populated as tokens arrive.
     ///
     /// # Errors
-    /// When it cannot be loaded.
+    /// If it cannot be loaded.
     pub fn opened(
         &self,
         path: &Path,
@@ -119,5 +118,5 @@ impl EngineSettings {
     }
 }
 
-/// [`Model::open`], or a way to open it otherwise.
+/// [`Model::open`], or a replacement.
 pub type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;

@@ -11,8 +11,8 @@ use cotenant_engine::{
 use cotenant_units::causes::in_one_line;
 
 impl Bench<'_> {
-    /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are
-    /// measured next to it, computing before and after.
+    /// Measures decoding with a share of the layers resident, relative to the slower of reading alone and computing
+    /// alone. Both are measured next to it, computing before and after.
     pub(super) fn streaming(&mut self) -> Result<(), String> {
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -22,7 +22,7 @@ impl Bench<'_> {
             self.apply(share)?;
             self.model.reset();
             self.forward(&first)?;
-            // In turns: a disk that is shared has another speed a second later.
+            // Alternately, because the speed of a shared disk changes within a second.
             let (mut seconds, mut reading, mut turns) = (0.0, 0.0, 0u32);
             while turns == 0
                 || (turns < STREAMED_TURNS
@@ -55,10 +55,10 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Seconds in which the readers transfer the streamed parts of one token, without computing.
+    /// Returns the seconds in which the readers transfer the streamed parts of one token, without computing.
     ///
     /// # Errors
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
         let file: Arc<dyn Source> = Arc::new(
@@ -80,7 +80,7 @@ impl Bench<'_> {
             }
             Ok::<(), String>(())
         };
-        // One turn fills the ring ahead of those that count, as in a pass.
+        // The first turn only fills the ring, as in a pass.
         turn()?;
         let started = Instant::now();
         for _ in 0..STREAMED_TOKENS {
@@ -89,7 +89,7 @@ impl Bench<'_> {
         Ok(started.elapsed().as_secs_f64() / f64::from(STREAMED_TOKENS))
     }
 
-    /// Extents that the plan in force reads for each token.
+    /// Returns the extents that the plan in force reads for each token.
     fn streamed(&self) -> Vec<Extent> {
         let resident = &self.model.plan().resident;
         self.layout
@@ -102,10 +102,10 @@ impl Bench<'_> {
     }
 }
 
-/// Resident shares that are measured.
+/// Measured percentages of resident layers.
 const SHARES: [u32; 5] = [90, 75, 50, 25, 0];
-/// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.
+/// Tokens per figure of streamed decoding, each of which reads the streamed layers once.
 const STREAMED_TOKENS: u32 = 8;
-/// So often in turns with reading alone, unless decoding has taken so long before.
+/// Limit on alternations with reading alone; slow decoding ends them earlier.
 const STREAMED_TURNS: u32 = 4;
 const STREAMED_SECONDS: f64 = 1.5;

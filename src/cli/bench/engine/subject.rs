@@ -1,4 +1,4 @@
-//! Model under measurement, with the figures so far.
+//! Model under measurement, with its figures so far.
 
 use std::{
     collections::BTreeSet,
@@ -25,25 +25,25 @@ use cotenant_units::{Bytes, Tokens};
 
 /// A model under measurement.
 pub struct Bench<'settings> {
-    /// How to measure.
+    /// Settings.
     pub settings: &'settings EngineSettings,
     /// The model, opened.
     pub model: Model,
-    /// Its file.
+    /// Path of its file.
     pub path: PathBuf,
-    /// Its pieces.
+    /// Its layout.
     pub layout: Layout,
     /// Figures so far.
     pub values: Values,
-    /// Remarks for the report.
+    /// Remarks in the report.
     pub notes: Vec<String>,
     rss_before: Bytes,
-    /// Pages of files in it.
+    /// File pages in the process before it was loaded.
     files_before: Bytes,
     peer: Vec<PeerRun>,
 }
 
-/// The peer's figures of one round and setting.
+/// Figures of the peer for one round and setting.
 struct PeerRun {
     repack: bool,
     figures: Vec<PeerFigure>,
@@ -53,7 +53,7 @@ impl<'settings> Bench<'settings> {
     /// Opens the model with all layers resident.
     ///
     /// # Errors
-    /// When it cannot be loaded.
+    /// If it cannot be loaded.
     pub fn prepare(settings: &'settings EngineSettings, path: &Path) -> Result<Self, String> {
         let header = Header::read(path).map_err(|error| in_one_line(&error))?;
         let spec = Spec::read(&header).map_err(|error| in_one_line(&error))?;
@@ -86,7 +86,7 @@ impl<'settings> Bench<'settings> {
     /// Checks that the model is exact, and compares its memory with the ledger.
     ///
     /// # Errors
-    /// When it is not exact.
+    /// If it is not exact.
     pub fn begin(&mut self) -> Result<(), String> {
         self.gate()?;
         self.memory();
@@ -97,7 +97,7 @@ impl<'settings> Bench<'settings> {
         Ok(())
     }
 
-    /// Notes use of the processors by others during a round that began with `reading`.
+    /// Adds a remark if others used the processors during a round that began with `reading`.
     pub fn end_round(&mut self, round: u32, reading: &Reading) {
         match reading.foreign_percent() {
             Some(percent) if percent > FOREIGN_MAX_PERCENT => {
@@ -112,7 +112,7 @@ impl<'settings> Bench<'settings> {
         }
     }
 
-    /// Logits of a streamed pass have to be those of a resident one, bit by bit.
+    /// Checks that logits of a streamed pass are bit-identical to those of a resident one.
     fn gate(&mut self) -> Result<(), String> {
         let resident = self.sample()?;
         self.apply(0)?;
@@ -136,7 +136,7 @@ impl<'settings> Bench<'settings> {
         }
     }
 
-    /// Logits after a prompt and a few more tokens.
+    /// Returns logits after a prompt and a few more tokens.
     fn sample(&mut self) -> Result<Vec<f32>, String> {
         self.model.reset();
         let prompt = self.tokens(0, GATE_PROMPT);
@@ -148,12 +148,12 @@ impl<'settings> Bench<'settings> {
         Ok(last)
     }
 
-    /// Resident set against the book, with everything resident.
+    /// Compares the resident set with the ledger, with everything resident.
     fn memory(&mut self) {
-        // Whole logits, which the gate has compared, are the bench's own.
+        // The logits compared by the gate belong to the benchmark.
         heap::trim();
         let held = self.model.breakdown();
-        // Untouched memory is leased and not resident, so a resident set cannot include it.
+        // Untouched memory is leased, but not in the resident set.
         let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
@@ -228,7 +228,7 @@ impl<'settings> Bench<'settings> {
         Ok(())
     }
 
-    /// Seconds for `together` tokens at once, over as many tokens as one figure of decoding is.
+    /// Measures the seconds for `together` tokens at once, over as many tokens as one decoding figure.
     fn decode_together(&mut self, together: u32) -> Result<f64, String> {
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -242,7 +242,7 @@ impl<'settings> Bench<'settings> {
         Ok(started.elapsed().as_secs_f64() / f64::from(chunks))
     }
 
-    /// Seconds for each of `tokens` tokens.
+    /// Measures the seconds per token over `tokens` tokens.
     pub fn decode(&mut self, tokens: u32) -> Result<f64, String> {
         let list = self.tokens(1, tokens);
         let started = Instant::now();
@@ -252,7 +252,7 @@ impl<'settings> Bench<'settings> {
         Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
     }
 
-    /// Sheds half of the layers and reloads them; sheds KV capacity and takes it back.
+    /// Measures shedding half of the layers and reloading them, and the same for KV capacity.
     pub(super) fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
         self.values.time("shed of half the layers", report.took);
@@ -283,7 +283,7 @@ impl<'settings> Bench<'settings> {
         Ok(())
     }
 
-    /// The most that prompts of several lengths hold beside weights, state and KV.
+    /// Measures the most memory that prompts of several lengths hold in addition to weights, state and KV.
     pub fn workspace(&mut self) -> Result<(), String> {
         let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
         for length in
@@ -301,7 +301,7 @@ impl<'settings> Bench<'settings> {
             };
             self.pass(&tokens, &mut watch)?;
             let held = self.model.breakdown();
-            // With the context that the prompt has touched, and no more.
+            // Includes the context touched by the prompt, and no more.
             let other = held
                 .used()
                 .saturating_sub(held.workspace)
@@ -346,7 +346,7 @@ impl<'settings> Bench<'settings> {
         Ok(())
     }
 
-    /// Tokens per second of the peer in the better of its settings, where there is one.
+    /// Measures tokens per second of the peer in its better setting; `None` without a peer.
     pub fn ask_decode(&self) -> Result<Option<f64>, String> {
         let Some(program) = &self.settings.peer else {
             return Ok(None);
@@ -371,7 +371,7 @@ impl<'settings> Bench<'settings> {
         Ok(best)
     }
 
-    /// The peer's value for one of our figures, which has one value for each round.
+    /// Returns the peer's figure for one of ours, which has one value per round.
     fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
         let (prompt, depth) = match what.strip_prefix("prefill ") {
             Some(prompt) => (prompt.parse().ok()?, 0),
@@ -410,7 +410,7 @@ impl<'settings> Bench<'settings> {
         })
     }
 
-    /// All figures.
+    /// Returns all figures.
     pub fn report(self) -> Report {
         let figures = self
             .values
@@ -448,12 +448,12 @@ impl<'settings> Bench<'settings> {
     /// Computes one pass over `tokens`.
     ///
     /// # Errors
-    /// When the pass fails.
+    /// If the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
         self.pass(tokens, &mut || Flow::Continue)
     }
 
-    /// Passes the tokens through the model, with these checkpoints.
+    /// Computes a pass over the tokens, with these checkpoints.
     pub(super) fn pass(
         &mut self,
         tokens: &[u32],
@@ -466,24 +466,24 @@ impl<'settings> Bench<'settings> {
     /// Opens the same file a second time, under another plan.
     ///
     /// # Errors
-    /// When it cannot be loaded.
+    /// If it cannot be loaded.
     pub fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
         self.settings.opened(&self.path, plan, None, open)
     }
 
-    /// Makes `share` percent of the layers resident, spread evenly through the depth.
+    /// Makes `share` percent of the layers resident, spread evenly over the depth.
     pub fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = spread(count(self.layout.parts.len()), share);
         self.change(&plan)
     }
 
-    /// Changes the plan.
+    /// Applies a plan.
     pub fn change(&mut self, plan: &EnginePlan) -> Result<ApplyReport, String> {
         self.model.apply(plan).map_err(|error| in_one_line(&error))
     }
 
-    /// `count` tokens from place `from` of a text without meaning.
+    /// Returns `count` tokens of a meaningless text, from position `from`.
     pub fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
         let vocabulary = self.model.vocabulary().max(1);
         (from..from.saturating_add(count))
@@ -506,7 +506,7 @@ impl<'settings> Bench<'settings> {
     }
 }
 
-/// KV capacity that all figures fit into.
+/// Returns a KV capacity that suffices for all figures.
 fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
     let [_, longest] = PROMPTS;
     settings
@@ -517,33 +517,32 @@ fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
         .min(context_max)
 }
 
-/// `share` percent of `layers` layers, spread evenly.
+/// Selects `share` percent of `layers` layers, spread evenly.
 pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
     (0..layers)
         .filter(|layer| (layer + 1) * share / 100 > layer * share / 100)
         .collect()
 }
 
-/// Size of a file; zero where it cannot be read.
+/// Returns the size of a file; zero if it cannot be read.
 #[must_use]
 pub fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
 }
 
-/// A number of layers.
+/// Converts a number of layers.
 #[must_use]
 pub fn count(layers: usize) -> u32 {
     u32::try_from(layers).unwrap_or(u32::MAX)
 }
 
-/// Prompts that prefill is measured with.
+/// Prompt lengths for measuring prefill.
 const PROMPTS: [u32; 2] = [128, 512];
-/// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no
-/// context.
+/// Longest prompt for measuring the workspace, also with a larger `--prompt-max`: few models have a longer context.
 const PROMPT_MAX: u32 = 32_768;
-/// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
+/// Prompt length for checking exactness: by default, several chunks of odd sizes.
 const GATE_PROMPT: u32 = 150;
-/// Use by others above which a round is marked: the limit of the peers' survey (8 %).
+/// Use by others above which a round is marked: the limit of the peer survey (8 %).
 const FOREIGN_MAX_PERCENT: f64 = 8.0;
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ use cotenant_speech::{
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_units::{Bytes, Tokens};
 
-/// Longest wait for anything; only a failing test waits for it.
+/// Longest wait; only failing tests reach it.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 // ---- backends ----
@@ -69,13 +69,13 @@ pub(super) struct Script {
     pub(super) spoken: Mutex<Vec<SpeechRequest>>,
     pub(super) chats: Mutex<VecDeque<Turn<Vec<Step>>>>,
     pub(super) asked: Mutex<Vec<ChatRequest>>,
-    /// Chat streams that are alive.
+    /// Number of open chat streams.
     pub(super) generating: Arc<AtomicUsize>,
-    /// Some stream was dropped.
+    /// Notified when a stream is dropped.
     pub(super) dropped: Arc<Notify>,
 }
 
-/// A step of a scripted answer.
+/// Step of a scripted answer.
 pub(super) enum Step {
     Say(&'static str),
     Fail(Refusal),
@@ -94,7 +94,7 @@ impl SpeechBackend for Script {
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        // Unscripted text is spoken as one sample for each character.
+        // Unscripted text is spoken as one sample per character.
         let default = vec![Ok(vec![1; request.text.len()])];
         self.spoken.lock().unwrap().push(request);
         let turn = self.speech.lock().unwrap().pop_front();
@@ -168,7 +168,7 @@ impl ChatBackend for Script {
 // ---- the API ----
 
 pub(super) struct Served {
-    /// What the arbiter reports.
+    /// State reported by the arbiter.
     pub(super) states: watch::Sender<Arc<Snapshot>>,
     pub(super) folder: tempfile::TempDir,
     pub(super) script: Arc<Script>,
@@ -282,7 +282,7 @@ impl Served {
             .push_back(Turn::Give(steps));
     }
 
-    /// The LLM's last prompt, without its roles.
+    /// Returns the LLM's last prompt, without roles.
     pub(super) fn asked(&self) -> Vec<String> {
         let asked = self.script.asked.lock().unwrap();
         let messages = asked.last().unwrap().prompt.messages();
@@ -312,7 +312,7 @@ impl Client {
             .unwrap()
     }
 
-    /// Everything up to an event of this kind.
+    /// Returns everything up to an event of this kind.
     pub(super) async fn until(&mut self, kind: &str) -> Vec<Frame> {
         let mut frames = Vec::new();
         loop {
@@ -328,7 +328,7 @@ impl Client {
         }
     }
 
-    /// The text and code of the next error, after which the connection is closed.
+    /// Returns text and code of the next error, after which the connection is closed.
     pub(super) async fn refusal(&mut self) -> (String, String) {
         let error = self.until("error").await.pop().unwrap();
         assert!(self.next().await.is_none(), "it is not closed");
