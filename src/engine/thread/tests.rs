@@ -56,6 +56,55 @@ fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> (String, FinishReason)
     }
 }
 
+/// An engine with a model in a folder of its own, and its events.
+struct Loaded {
+    engine: Engine,
+    events: mpsc::Receiver<EngineEvent>,
+    _folder: tempfile::TempDir,
+}
+
+impl Loaded {
+    /// Starts an engine that computes with `model`.
+    fn with(model: &Synthetic, options: EngineOptions, threads: usize, plan: EnginePlan) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        model.write(&path).unwrap();
+        let (sink, mut events) = mpsc::channel(4096);
+        let engine = Engine::start(options, ModelOptions::for_threads(threads), sink).unwrap();
+        engine.handle().load(&path, plan);
+        assert!(matches!(
+            events.blocking_recv(),
+            Some(EngineEvent::Ready { .. })
+        ));
+        Self {
+            engine,
+            events,
+            _folder: folder,
+        }
+    }
+
+    /// Ends the engine; returns the maximum number of concurrent requests.
+    fn ran_at_once(mut self) -> usize {
+        self.engine.handle().stop();
+        self.engine.join();
+        let (mut running, mut most) = (0usize, 0);
+        while let Some(event) = self.events.blocking_recv() {
+            match event {
+                EngineEvent::RequestStarted { .. } => running += 1,
+                // A request cancelled in the queue never ran.
+                EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
+                _ => {}
+            }
+            most = running.max(most);
+        }
+        most
+    }
+}
+
+fn tiny(architecture: Architecture) -> Synthetic {
+    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
+}
+
 #[test]
 fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
     for architecture in [
@@ -64,20 +113,9 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
         Architecture::Qwen35,
         Architecture::Gemma3,
     ] {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
-            .write(&path)
-            .unwrap();
-        let (sink, mut events) = mpsc::channel(4096);
-        let options = ModelOptions::for_threads(1);
-        let engine = Engine::start(EngineOptions::default(), options, sink).unwrap();
-        let handle = engine.handle();
-        handle.load(&path, plan(5, 4096));
-        assert!(matches!(
-            events.blocking_recv(),
-            Some(EngineEvent::Ready { .. })
-        ));
+        let options = EngineOptions::default();
+        let loaded = Loaded::with(&tiny(architecture), options, 1, plan(5, 4096));
+        let handle = loaded.engine.handle();
         let alone: Vec<_> = (0..SPEAKERS)
             .map(|number| collect(&mut handle.generate(spoken(number, number)).unwrap()))
             .collect();
@@ -110,9 +148,7 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
             }
         }
         // Maximum number of concurrent answers.
-        handle.stop();
-        engine.join();
-        let most = ran_at_once(&mut events);
+        let most = loaded.ran_at_once();
         // Copies of states and windows take capacity from other answers.
         let has_copies = matches!(architecture, Architecture::Qwen35 | Architecture::Gemma3);
         let least = if has_copies { 2 } else { 5 };
@@ -122,27 +158,17 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
 
 #[test]
 fn answers_whose_states_fill_the_cache_wait_for_each_other_and_lose_no_token() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
     // Large enough that its answers take longer than an answer without a place waits for one.
     let model = Synthetic {
         layers: 8,
         width: 768,
         feed_forward: 3072,
-        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+        ..tiny(Architecture::Qwen35)
     };
-    model.write(&path).unwrap();
-    let (sink, mut events) = mpsc::channel(4096);
-    let engine = Engine::start(EngineOptions::default(), ModelOptions::for_threads(2), sink);
-    let engine = engine.unwrap();
-    let handle = engine.handle();
     // A state takes 400 tokens of capacity, and so does a copy for the next prompt: two states fit with their answers, but
     // no copies beside them.
-    handle.load(&path, plan(9, 2048));
-    assert!(matches!(
-        events.blocking_recv(),
-        Some(EngineEvent::Ready { .. })
-    ));
+    let loaded = Loaded::with(&model, EngineOptions::default(), 2, plan(9, 2048));
+    let handle = loaded.engine.handle();
     let ask = |id: u64, number: u64| {
         let request = GenerateRequest {
             max_tokens: Some(Tokens::new(300)),
@@ -157,28 +183,15 @@ fn answers_whose_states_fill_the_cache_wait_for_each_other_and_lose_no_token() {
     for (stream, expected) in streams.iter_mut().zip(&alone) {
         assert_eq!(collect(stream), *expected);
     }
-    handle.stop();
-    engine.join();
-    assert_eq!(ran_at_once(&mut events), 2);
+    assert_eq!(loaded.ran_at_once(), 2);
 }
 
 #[test]
 fn answers_that_run_together_outlive_another_kv_type() {
     for architecture in [Architecture::Qwen35, Architecture::Gemma3] {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
-            .write(&path)
-            .unwrap();
-        let (sink, mut events) = mpsc::channel(4096);
-        let options = ModelOptions::for_threads(1);
-        let engine = Engine::start(EngineOptions::default(), options, sink).unwrap();
-        let handle = engine.handle();
-        handle.load(&path, plan(5, 4096));
-        assert!(matches!(
-            events.blocking_recv(),
-            Some(EngineEvent::Ready { .. })
-        ));
+        let options = EngineOptions::default();
+        let loaded = Loaded::with(&tiny(architecture), options, 1, plan(5, 4096));
+        let handle = loaded.engine.handle();
         let asked = |number| GenerateRequest {
             max_tokens: Some(Tokens::new(400)),
             ..spoken(number, number)
@@ -202,9 +215,7 @@ fn answers_that_run_together_outlive_another_kv_type() {
                 "{architecture:?}: {reason:?}"
             );
         }
-        handle.stop();
-        engine.join();
-        assert!(ran_at_once(&mut events) > 1, "{architecture:?}");
+        assert!(loaded.ran_at_once() > 1, "{architecture:?}");
     }
 }
 
@@ -221,71 +232,51 @@ fn repeating(id: u64, number: u64) -> GenerateRequest {
 
 #[test]
 fn drafts_change_no_token_whatever_plans_arrive() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 11)
-        .write(&path)
-        .unwrap();
     let start = |drafts: bool| {
-        let (sink, mut events) = mpsc::channel(4096);
         let options = EngineOptions {
             drafts,
             ..EngineOptions::default()
         };
-        let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
-        engine.handle().load(&path, plan(5, 4096));
-        assert!(matches!(
-            events.blocking_recv(),
-            Some(EngineEvent::Ready { .. })
-        ));
-        engine
+        Loaded::with(&tiny(Architecture::Qwen3), options, 1, plan(5, 4096))
     };
     let (with, without) = (start(true), start(false));
     let mut revision = 0;
     for number in 0..SPEAKERS {
         let request = repeating(number, number);
-        let expected = collect(&mut without.handle().generate(request.clone()).unwrap());
+        let expected = collect(&mut without.engine.handle().generate(request.clone()).unwrap());
         for turn in 0..3u64 {
             let id = RequestId::new(100 * (turn + 1) + number);
             let request = GenerateRequest {
                 id,
                 ..request.clone()
             };
-            let mut stream = with.handle().generate(request).unwrap();
+            let mut stream = with.engine.handle().generate(request).unwrap();
             if turn > 0 {
                 // Layers are released and read again while drafts are verified.
                 let resident = u32::try_from((number + turn) % 6).unwrap();
                 revision += 1;
-                with.handle().apply(revision, plan(resident, 4096));
+                with.engine.handle().apply(revision, plan(resident, 4096));
             }
             assert_eq!(collect(&mut stream), expected, "question {number}");
         }
     }
-    let (with, without) = (with.handle().snapshot(), without.handle().snapshot());
+    let (with, without) = (
+        with.engine.handle().snapshot(),
+        without.engine.handle().snapshot(),
+    );
     assert!(with.drafts_accepted > 100, "{with:?}");
     assert_eq!(without.tokens_drafted, 0);
 }
 
 #[test]
 fn no_more_answers_run_together_than_the_options_allow() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 11)
-        .write(&path)
-        .unwrap();
     for most in [1, 2] {
-        let (sink, mut events) = mpsc::channel(4096);
         let options = EngineOptions {
             answers_max: most,
             ..EngineOptions::default()
         };
-        let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
-        let handle = engine.handle();
-        handle.load(&path, plan(5, 4096));
-        assert!(matches!(
-            events.blocking_recv(),
-            Some(EngineEvent::Ready { .. })
-        ));
+        let loaded = Loaded::with(&tiny(Architecture::Qwen3), options, 1, plan(5, 4096));
+        let handle = loaded.engine.handle();
         // Used to refuse a request whose answer would begin too late.
         assert_eq!(handle.snapshot().answers_max, most);
         let ask = |number| handle.generate(spoken(number, number)).unwrap();
@@ -293,23 +284,6 @@ fn no_more_answers_run_together_than_the_options_allow() {
         for stream in &mut streams {
             collect(stream);
         }
-        handle.stop();
-        engine.join();
-        assert_eq!(ran_at_once(&mut events), most);
+        assert_eq!(loaded.ran_at_once(), most);
     }
-}
-
-/// Maximum number of concurrent requests.
-fn ran_at_once(events: &mut mpsc::Receiver<EngineEvent>) -> usize {
-    let (mut running, mut most) = (0usize, 0);
-    while let Some(event) = events.blocking_recv() {
-        match event {
-            EngineEvent::RequestStarted { .. } => running += 1,
-            // A request cancelled in the queue never ran.
-            EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
-            _ => {}
-        }
-        most = running.max(most);
-    }
-    most
 }
