@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 3] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 5] = [
     (
         Architecture::Exaone4,
         "its layers have no norm before them, for which there is no kernel",
@@ -425,6 +425,14 @@ const WITHOUT_KERNELS: [(Architecture, &str); 3] = [
     (
         Architecture::Olmo2,
         "its layers have no norm before them, for which there is no kernel",
+    ),
+    (
+        Architecture::Qwen3Moe,
+        "it is a mixture of experts, for which there is no kernel",
+    ),
+    (
+        Architecture::Qwen3VlMoe,
+        "it is a mixture of experts, for which there is no kernel",
     ),
 ];
 

@@ -28,11 +28,7 @@ pub fn sample_with(used: Bytes, taken_at: Timestamp) -> Sample {
 /// fields.
 #[must_use]
 pub fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
-    let layer = LayerShape {
-        kind: LayerKind::Attention,
-        part: 0,
-        resident_bytes: layer_bytes,
-    };
+    let layer = LayerShape::new(LayerKind::Attention, 0, layer_bytes);
     ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen35".to_owned(),

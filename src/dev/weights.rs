@@ -51,6 +51,10 @@ impl Weights for Synthetic {
                 _ => (0, 0),
             },
             recurrent: (2, 4, 64),
+            experts: match architecture {
+                Architecture::Qwen3Moe | Architecture::Qwen3VlMoe => (8, 2),
+                _ => (0, 0),
+            },
             vocabulary: 320,
             context_max: 4096,
             tied: !matches!(

@@ -127,6 +127,9 @@ pub enum LoadErrorKind {
         /// The fault.
         problem: String,
     },
+    /// A mixture with one tensor for each expert.
+    #[error("each expert has tensors of its own, as files had until April 2024")]
+    OldExperts,
     /// An architecture that the engine does not support.
     #[error("architecture `{architecture}` is not supported; supported are {known}")]
     Architecture {
@@ -397,6 +400,9 @@ impl LoadErrorKind {
             Self::Metadata { key, .. } if key.ends_with(".expert_count") => {
                 Some(nearest_family(key))
             }
+            Self::OldExperts => Some(
+                "convert the model again, or fetch a newer file of it: its experts share tensors",
+            ),
             Self::BigEndian { .. } => {
                 Some("turn a copy of it round with `gguf-convert-endian FILE little`")
             }
@@ -453,7 +459,10 @@ fn nearest_family(architecture: &str) -> &'static str {
         ),
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),
-        ("qwen", "use a dense Qwen3.5, for example 4B Q4_K_M"),
+        (
+            "qwen",
+            "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
+        ),
     ];
     let found = families
         .iter()

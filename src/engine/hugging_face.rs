@@ -196,6 +196,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         "phi3" => Architecture::Phi3,
         "qwen2" => Architecture::Qwen2,
         "qwen3" => Architecture::Qwen3,
+        "qwen3_moe" => Architecture::Qwen3Moe,
         "qwen3_5" | "qwen3_5_text" => Architecture::Qwen35,
         _ => return Err(ConfigJsonErrorKind::Family { found: family }),
     };
@@ -222,7 +223,10 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         architecture,
         layers: read.number("num_hidden_layers", 512)?,
         width,
-        feed_forward: read.number("intermediate_size", WIDTH_MAX)?,
+        feed_forward: match architecture {
+            Architecture::Qwen3Moe => read.number("moe_intermediate_size", WIDTH_MAX)?,
+            _ => read.number("intermediate_size", WIDTH_MAX)?,
+        },
         heads,
         kv_heads: read.optional("num_key_value_heads", 1024)?.unwrap_or(heads),
         head_dim,
@@ -240,6 +244,13 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             _ => (0, 0),
         },
         recurrent,
+        experts: match architecture {
+            Architecture::Qwen3Moe => (
+                read.number("num_experts", 512)?,
+                read.number("num_experts_per_tok", 512)?,
+            ),
+            _ => (0, 0),
+        },
         vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
         context_max: read.number("max_position_embeddings", 1 << 24)?,
         tied: match config

@@ -5,6 +5,7 @@
 //! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
 
 mod counted;
+mod fetch;
 mod file;
 mod progress;
 mod rows;
@@ -12,6 +13,7 @@ mod staged;
 mod stream;
 
 pub use counted::LoadProgress;
+pub use fetch::{Fetcher, Wanted};
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};

@@ -7,7 +7,7 @@ use super::{
     gguf::{GgmlDType, Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
-    spec::{LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
+    spec::{ExpertSpec, LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
 };
 use cotenant_policy::{
     kv_type::KvType,
@@ -24,6 +24,8 @@ pub struct Layout {
     pub layers: Vec<Vec<usize>>,
     /// The parts that are tiles of the output head.
     pub head: Range<usize>,
+    /// Rooms for experts, if the model is a mixture.
+    pub experts: Option<ExpertLayout>,
     /// Memory resident in every plan.
     pub fixed: FixedLayout,
     /// Widths of activation buffers.
@@ -32,7 +34,34 @@ pub struct Layout {
     pub ring: Bytes,
 }
 
-/// Matrices in an arena when resident, and in pieces when streamed.
+/// Rooms for experts of a mixture. A room holds the rows of one expert in three matrices, in the alignment of the file.
+#[derive(Clone, Debug)]
+pub struct ExpertLayout {
+    /// The rooms of each layer.
+    pub layers: Vec<ExpertRooms>,
+    /// Bytes of the largest room.
+    pub room: usize,
+    /// Rooms in use at once at most, for experts that are not resident: those of one token.
+    pub staged: usize,
+}
+
+/// Rooms of one layer.
+#[derive(Clone, Debug)]
+pub struct ExpertRooms {
+    /// Its parts with rooms.
+    pub parts: Range<usize>,
+    /// Rooms of each part but the last.
+    pub each: usize,
+    /// Bytes of a room.
+    pub room: usize,
+    /// Of each of [`Role::EXPERTS`], the index among the layer's matrices, and the offset in a room.
+    pub places: [(usize, usize); 3],
+    /// The extents of each expert.
+    pub extents: Vec<[Extent; 3]>,
+}
+
+/// Matrices in an arena when resident, and in pieces when streamed; experts of a mixture are read one by one instead, and
+/// their part has no pieces.
 #[derive(Clone, Debug)]
 pub struct PartLayout {
     /// The layer; `None` for a tile of the head.
@@ -109,6 +138,8 @@ pub struct Widths {
     pub fourth: usize,
     /// Mixer output before its projection.
     pub mixed: usize,
+    /// Outputs of the experts of a mixture.
+    pub experts: usize,
     /// Sines and cosines, doubled if some layers rotate differently.
     pub rotary: usize,
     /// The longest matrix row, which bounds quantisation.
@@ -128,7 +159,7 @@ impl Layout {
         let largest = spec.layers.iter().map(matrix_bytes).max().unwrap_or(0);
         let piece = (largest / PIECES_PER_LAYER).clamp(PIECE_MIN, PIECE_MAX);
         let mut parts = Vec::new();
-        let mut layers = Vec::new();
+        let (mut layers, mut mixtures) = (Vec::new(), Vec::new());
         for (index, layer) in spec.layers.iter().enumerate() {
             let mut part_of = vec![0; layer.matrices.len()];
             for (number, group) in groups(layer, least).into_iter().enumerate() {
@@ -142,8 +173,23 @@ impl Layout {
                     .filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
                 parts.push(PartLayout::of(Some(index), number, slabs.collect(), piece));
             }
+            if let Some(experts) = &spec.experts
+                && let Some(rooms) = ExpertRooms::of(layer, experts, least, parts.len())
+            {
+                let number = parts
+                    .iter()
+                    .filter(|part| part.layer == Some(index))
+                    .count();
+                parts.extend((0..rooms.parts.len()).map(|part| rooms.part(index, number, part)));
+                mixtures.push(rooms);
+            }
             layers.push(part_of);
         }
+        let experts = spec.experts.as_ref().map(|experts| ExpertLayout {
+            room: mixtures.iter().map(|rooms| rooms.room).max().unwrap_or(0),
+            layers: mixtures,
+            staged: experts.used,
+        });
         let head = parts.len();
         for (number, slabs) in head_tiles(spec, least).into_iter().enumerate() {
             parts.push(PartLayout::of(None, number, slabs, piece));
@@ -154,7 +200,8 @@ impl Layout {
             .map(|piece| piece.extent.aligned_bytes())
             .max()
             .unwrap_or(0);
-        let weights: usize = parts.iter().map(|part| part.arena.as_len()).sum();
+        let streamed = parts.iter().filter(|part| part.is_streamed());
+        let weights: usize = streamed.map(|part| part.arena.as_len()).sum();
         // Whole pieces, so that no part of the ring is idle.
         let slots = (weights / RING_SHARE)
             .clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES))
@@ -163,6 +210,7 @@ impl Layout {
             head: head..parts.len(),
             parts,
             layers,
+            experts,
             fixed: FixedLayout::of(spec),
             widths: Widths::of(spec),
             ring: Bytes::of_len(slot * slots),
@@ -183,13 +231,20 @@ impl Layout {
         let layers = self
             .parts
             .iter()
-            .map(|part| LayerShape {
-                kind: part
+            .map(|part| {
+                let kind = part
                     .layer
                     .and_then(|layer| spec.layers.get(layer))
-                    .map_or(LayerKind::Head, |layer| layer.kind),
-                part: narrow(part.number),
-                resident_bytes: part.arena,
+                    .map_or(LayerKind::Head, |layer| layer.kind);
+                let shape = LayerShape::new(kind, narrow(part.number), part.arena);
+                match spec.experts.filter(|_| !part.is_streamed()) {
+                    None => shape,
+                    Some(experts) => LayerShape {
+                        kind: LayerKind::Experts,
+                        used: narrow((1000 * experts.used).div_ceil(experts.count)),
+                        ..shape
+                    },
+                }
             })
             .collect();
         ModelShape {
@@ -206,10 +261,82 @@ impl Layout {
             workspace_fixed_bytes: logits_bytes(spec)
                 .round_up(page())
                 .saturating_add(window_bytes(&kv_shape(spec)))
+                .saturating_add(
+                    self.experts
+                        .as_ref()
+                        .map_or(Bytes::ZERO, ExpertLayout::staging),
+                )
                 .saturating_add(scratch.round_up(page()))
                 .saturating_add(page().saturating_mul(WORKSPACE_BUFFERS)),
             workspace_bytes_per_token: self.widths.bytes().saturating_add(activations),
             ring_bytes: self.ring,
+        }
+    }
+}
+
+impl ExpertLayout {
+    /// Bytes of the rooms for experts that are not resident.
+    #[must_use]
+    pub fn staging(&self) -> Bytes {
+        Bytes::of_len(self.room * self.staged).round_up(page())
+    }
+}
+
+impl ExpertRooms {
+    /// Lays out the experts of a layer in parts of at least `least` bytes, the first of them with index `first`.
+    fn of(layer: &LayerSpec, spec: &ExpertSpec, least: usize, first: usize) -> Option<Self> {
+        let mut matrices = Vec::new();
+        for role in Role::EXPERTS {
+            matrices.push(layer.matrix(role)?);
+        }
+        let extents_of = |expert: usize| {
+            matrices.iter().map(move |(_, matrix)| {
+                let bytes = matrix.rows / spec.count * matrix.row_bytes;
+                Extent {
+                    what: format!("{} of expert {expert}", matrix.tensor.name).into(),
+                    offset: matrix.tensor.offset + (expert * bytes) as u64,
+                    bytes,
+                }
+            })
+        };
+        let extents = (0..spec.count).map(|expert| {
+            let [one, two, three] = &extents_of(expert).collect::<Vec<_>>()[..] else {
+                return None;
+            };
+            Some([one.clone(), two.clone(), three.clone()])
+        });
+        let extents: Vec<[Extent; 3]> = extents.collect::<Option<_>>()?;
+        let mut room = 0;
+        let mut places = [(0, 0); 3];
+        for (at, (place, (number, _))) in places.iter_mut().zip(&matrices).enumerate() {
+            *place = (*number, room);
+            let of_matrix = extents.iter().filter_map(|extents| extents.get(at));
+            room += of_matrix.map(Extent::aligned_bytes).max()?;
+        }
+        let each = least.div_ceil(room.max(1)).clamp(1, spec.count);
+        Some(Self {
+            parts: first..first + spec.count.div_ceil(each),
+            each,
+            room,
+            places,
+            extents,
+        })
+    }
+
+    /// Part `part` of these, filled with the experts of the same numbers as its rooms.
+    fn part(&self, layer: usize, first: usize, part: usize) -> PartLayout {
+        let experts = self.extents.iter().skip(part * self.each).take(self.each);
+        let runs = experts.clone().enumerate().flat_map(|(room, extents)| {
+            let places = extents.iter().zip(self.places);
+            places.map(move |(extent, (_, offset))| (extent.clone(), room * self.room + offset))
+        });
+        PartLayout {
+            layer: Some(layer),
+            number: first + part,
+            runs: runs.collect(),
+            arena: Bytes::of_len(experts.len() * self.room),
+            slabs: Vec::new(),
+            pieces: Vec::new(),
         }
     }
 }
@@ -238,6 +365,8 @@ fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     let group_of = |role: Role| match role {
         Role::FfnGate | Role::FfnUp => 1,
         Role::FfnDown => 2,
+        // They have parts of their own.
+        Role::ExpertDown | Role::ExpertGate | Role::ExpertUp => 3,
         _ => 0,
     };
     let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
@@ -304,6 +433,12 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 }
 
 impl PartLayout {
+    /// Whether the ring brings it while it is not resident; experts are read one by one.
+    #[must_use]
+    pub const fn is_streamed(&self) -> bool {
+        !self.pieces.is_empty()
+    }
+
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
         // The gaps between rows of the head are removed on purpose.
         let gap_max = if layer.is_some() {
@@ -415,14 +550,19 @@ impl Widths {
         let of = |width: fn(&RecurrentSpec) -> usize| spec.recurrent.as_ref().map_or(0, width);
         let (values, heads) = (of(RecurrentSpec::values), of(RecurrentSpec::value_heads));
         let projected = if attention.gated { 2 * query } else { query };
-        let ff = spec.feed_forward;
+        let (ff, experts) = (spec.feed_forward, spec.experts);
         Self {
             stream: spec.width,
             wide: projected.max(of(RecurrentSpec::inputs)).max(ff),
             second: kv.max(values).max(ff),
-            third: kv.max(heads),
+            third: kv
+                .max(heads)
+                .max(experts.map_or(0, |experts| experts.count)),
             fourth: heads,
-            mixed: query.max(of(RecurrentSpec::scratch)),
+            mixed: query
+                .max(of(RecurrentSpec::scratch))
+                .max(experts.map_or(0, |_| spec.width)),
+            experts: experts.map_or(0, |experts| experts.used * spec.width),
             rotary: match (attends, attention.local) {
                 (false, _) => 0,
                 (true, None) => attention.rotary,
@@ -441,6 +581,7 @@ impl Widths {
             + self.third
             + self.fourth
             + self.mixed
+            + self.experts
             + self.rotary;
         Bytes::of_len(elements * 4)
     }
@@ -557,6 +698,7 @@ fn matrix_bytes(layer: &LayerSpec) -> usize {
     layer
         .matrices
         .iter()
+        .filter(|matrix| !Role::EXPERTS.contains(&matrix.role))
         .map(|matrix| matrix.rows * matrix.row_bytes)
         .sum()
 }

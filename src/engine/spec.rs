@@ -28,8 +28,8 @@ mod tensors;
 
 pub(super) use family::HeadNorms;
 pub use family::{
-    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, LayerSpec, LocalAttention,
-    Matrix, Pairing, RecurrentSpec, Role, Temperature, Vector,
+    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerSpec,
+    LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -65,6 +65,8 @@ pub struct Spec {
     pub attention: AttentionSpec,
     /// Recurrent layers, if any.
     pub recurrent: Option<RecurrentSpec>,
+    /// The mixture of experts in place of each layer's feed-forward part, if any.
+    pub experts: Option<ExpertSpec>,
     /// The layers, first to last, without multi-token-prediction blocks.
     pub layers: Vec<LayerSpec>,
     /// Rows of input embeddings.
@@ -195,17 +197,12 @@ impl Spec {
                 format!("{skipped} of {blocks} blocks leaves none"),
             ));
         };
-        if let Some(experts) = keys
-            .optional("expert_count", EXPERTS_MAX)?
-            .filter(|&experts| experts > 0)
-        {
-            return Err(keys.wrong(
-                "expert_count",
-                format!("a mixture of {experts} experts is not supported"),
-            ));
-        }
         let width = keys.count("embedding_length", WIDTH_MAX)?;
-        let feed_forward = keys.count_of_layers("feed_forward_length", WIDTH_MAX)?;
+        let experts = keys.experts(architecture)?;
+        let feed_forward = match &experts {
+            Some(experts) => experts.inner,
+            None => keys.count_of_layers("feed_forward_length", WIDTH_MAX)?,
+        };
         let rotary = keys.rotary(width)?;
         keys.check_sections(rotary)?;
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
@@ -253,6 +250,7 @@ impl Spec {
                 prefix: format!("blk.{index}."),
                 width,
                 feed_forward,
+                experts: experts.as_ref(),
                 attention: &attention,
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
@@ -310,6 +308,7 @@ impl Spec {
             },
             attention,
             recurrent,
+            experts,
             layers,
             said: None,
             tied: head.is_none(),
@@ -411,7 +410,5 @@ const OUTSIDE_LAYERS: [&str; 8] = [
     rotary::LONG,
     rotary::SHORT,
 ];
-/// llama.cpp's `LLAMA_MAX_EXPERTS`.
-const EXPERTS_MAX: usize = 512;
 /// llama.cpp's `LLAMA_MAX_LAYERS`.
 const LAYERS_MAX: usize = 512;

@@ -38,6 +38,8 @@ pub struct Synthetic {
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
+    /// Experts of each layer, and those that a token uses; none if zero.
+    pub experts: (u32, u32),
     /// Tokens of the vocabulary; at least 260.
     pub vocabulary: u32,
     /// Longest context in the header.
@@ -108,6 +110,7 @@ impl Synthetic {
             rotary_base: 1e7,
             windows: (0, 0),
             recurrent: (16, 16, 128),
+            experts: (0, 0),
             vocabulary: 248_320,
             context_max: 262_144,
             tied: true,
@@ -146,12 +149,29 @@ impl Synthetic {
             rotary_base: 1e6,
             windows: (0, 0),
             recurrent: (0, 0, 0),
+            experts: (0, 0),
             vocabulary: 151_936,
             context_max: 40_960,
             tied: true,
             nextn: 0,
             types,
             seed,
+        }
+    }
+
+    /// The shape of Qwen3-30B-A3B.
+    #[must_use]
+    pub const fn qwen3_30b_a3b(types: TypeMix, seed: u64) -> Self {
+        Self {
+            architecture: Architecture::Qwen3Moe,
+            layers: 48,
+            width: 2048,
+            feed_forward: 768,
+            heads: 32,
+            kv_heads: 4,
+            experts: (128, 8),
+            tied: false,
+            ..Self::qwen3_0_6b(types, seed)
         }
     }
 
@@ -170,6 +190,7 @@ impl Synthetic {
             rotary_base: 500_000.0,
             windows: (0, 0),
             recurrent: (0, 0, 0),
+            experts: (0, 0),
             vocabulary: 128_256,
             context_max: 131_072,
             tied: true,
@@ -222,6 +243,11 @@ impl Synthetic {
         put("context_length", Entry::Uint(self.context_max));
         put("embedding_length", Entry::Uint(self.width));
         put("feed_forward_length", Entry::Uint(self.feed_forward));
+        if self.experts.0 > 0 {
+            put("expert_count", Entry::Uint(self.experts.0));
+            put("expert_used_count", Entry::Uint(self.experts.1));
+            put("expert_feed_forward_length", Entry::Uint(self.feed_forward));
+        }
         put("attention.head_count", Entry::Uint(self.heads));
         let heads = (0..self.layers).map(|layer| match self.is_recurrent(layer) {
             true => 0,
@@ -288,7 +314,7 @@ impl Synthetic {
                     Entry::Uint(self.context_max / 4),
                 );
             }
-            Architecture::Exaone4 | Architecture::Qwen3 => {}
+            Architecture::Exaone4 | Architecture::Qwen3 | Architecture::Qwen3Moe => {}
             Architecture::Olmo2 => {
                 put("attention.sliding_window", Entry::Uint(self.windows.0));
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
@@ -298,7 +324,7 @@ impl Synthetic {
                     Entry::Uint(self.context_max / 8),
                 );
             }
-            Architecture::Qwen3Vl => {
+            Architecture::Qwen3Vl | Architecture::Qwen3VlMoe => {
                 let pairs = self.rotary.cast_signed() / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
                 put("rope.dimension_sections", Entry::Ints(sections.to_vec()));
@@ -348,7 +374,11 @@ impl Synthetic {
             | Architecture::Mistral3
             | Architecture::Olmo2
             | Architecture::Phi3 => "gpt-2",
-            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Vl => "qwen2",
+            Architecture::Qwen2
+            | Architecture::Qwen3
+            | Architecture::Qwen3Moe
+            | Architecture::Qwen3Vl
+            | Architecture::Qwen3VlMoe => "qwen2",
             Architecture::Qwen35 => "qwen35",
             Architecture::Lfm2 => "lfm2",
         };
@@ -417,19 +447,21 @@ impl Synthetic {
             _ => {}
         }
         for layer in 0..self.layers + self.nextn {
-            let mut matrix = |name: &str, columns: u32, rows: u32, more: bool| {
+            let mut stack = |name: &str, columns: u32, rows: u32, more: bool, depth: u32| {
                 let dtype = match self.types {
                     TypeMix::All(dtype) => dtype,
                     TypeMix::Q4KM if more && self.more_bits(layer) => GgmlDType::Q6K,
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
                 let dtype = self.types.fitting(dtype, columns);
-                list.push(Tensor::matrix(
-                    &format!("blk.{layer}.{name}.weight"),
-                    columns,
-                    rows,
-                    dtype,
-                ));
+                let name = format!("blk.{layer}.{name}.weight");
+                list.push(Tensor {
+                    depth,
+                    ..Tensor::matrix(&name, columns, rows * depth.max(1), dtype)
+                });
+            };
+            let mut matrix = |name: &str, columns: u32, rows: u32, more: bool| {
+                stack(name, columns, rows, more, 0);
             };
             let extra = layer >= self.layers;
             let recurrent = !extra && self.is_recurrent(layer);
@@ -461,15 +493,26 @@ impl Synthetic {
                 }
                 matrix("attn_output", query, width, false);
             }
-            if self.architecture == Architecture::Phi3 {
+            let (experts, inner) = (self.experts.0, self.feed_forward);
+            if experts > 0 {
+                stack("ffn_gate_exps", width, inner, false, experts);
+                stack("ffn_up_exps", width, inner, false, experts);
+                stack("ffn_down_exps", inner, width, true, experts);
+            } else if self.architecture == Architecture::Phi3 {
                 matrix("ffn_up", width, 2 * self.feed_forward, false);
+                matrix("ffn_down", self.feed_forward, width, true);
             } else {
                 matrix("ffn_gate", width, self.feed_forward, false);
                 matrix("ffn_up", width, self.feed_forward, false);
+                matrix("ffn_down", self.feed_forward, width, true);
             }
-            matrix("ffn_down", self.feed_forward, width, true);
             if extra {
-                matrix("nextn.eh_proj", 2 * width, width, false);
+                stack("nextn.eh_proj", 2 * width, width, false, 0);
+            }
+            if experts > 0 {
+                // Publishers never quantise it.
+                let name = format!("blk.{layer}.ffn_gate_inp.weight");
+                list.push(Tensor::matrix(&name, width, experts, GgmlDType::F32));
             }
             let mut vector = |name: &str, len: u32, draw: Draw| {
                 list.push(Tensor::vector(&format!("blk.{layer}.{name}"), len, draw));
@@ -507,6 +550,7 @@ impl Synthetic {
                 rows,
                 dtype: GgmlDType::F32,
                 draw: Draw::Bias,
+                depth: 0,
                 flat: false,
             };
             if convolution {
@@ -577,15 +621,15 @@ pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u
     let mut offset = 0u64;
     for tensor in tensors {
         put_text(&mut header, &tensor.name);
-        let dims = if tensor.rows == 1 && tensor.flat {
-            1u32
-        } else {
-            2
+        let dims = match tensor.depth {
+            0 if tensor.rows == 1 && tensor.flat => vec![tensor.columns],
+            0 => vec![tensor.columns, tensor.rows],
+            depth => vec![tensor.columns, tensor.rows / depth, depth],
         };
-        header.extend_from_slice(&dims.to_le_bytes());
-        header.extend_from_slice(&u64::from(tensor.columns).to_le_bytes());
-        if dims == 2 {
-            header.extend_from_slice(&u64::from(tensor.rows).to_le_bytes());
+        let axes = u32::try_from(dims.len()).unwrap_or(u32::MAX);
+        header.extend_from_slice(&axes.to_le_bytes());
+        for dim in dims {
+            header.extend_from_slice(&u64::from(dim).to_le_bytes());
         }
         header.extend_from_slice(&type_number(tensor.dtype).to_le_bytes());
         header.extend_from_slice(&offset.to_le_bytes());
@@ -663,6 +707,8 @@ pub struct Tensor {
     pub dtype: GgmlDType,
     /// Distribution of its elements.
     pub draw: Draw,
+    /// Matrices in it if it has three axes, or zero.
+    depth: u32,
     /// Whether it has one axis only.
     flat: bool,
 }
@@ -690,6 +736,7 @@ impl Tensor {
             rows,
             dtype,
             draw: Draw::Matrix,
+            depth: 0,
             flat: false,
         }
     }
@@ -701,6 +748,7 @@ impl Tensor {
             rows: 1,
             dtype: GgmlDType::F32,
             draw,
+            depth: 0,
             flat: true,
         }
     }

@@ -13,11 +13,7 @@
 
 mod answer;
 
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{cmp::Reverse, collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -511,10 +507,8 @@ impl EngineControl {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
-        let weights = shape
-            .bytes_without(&BTreeSet::new())
-            .saturating_add(shape.fixed_bytes);
-        let streamed = shape.bytes_without(&plan.resident);
+        let weights = shape.weights().token.saturating_add(shape.fixed_bytes);
+        let streamed = shape.missing(&plan.resident).bytes;
         // Each chunk of a prompt also reads the streamed layers: without any, prompt time is computing time.
         if streamed == Bytes::ZERO {
             self.pace.by = self.pace.by.learn_prompt(timing, weights);
@@ -561,11 +555,13 @@ impl EngineControl {
         else {
             return 0;
         };
-        let missing = shape.bytes_without(&goal.resident);
-        let streamed = missing.saturating_sub(shape.bytes_without(&full.resident));
+        let missing = shape.missing(&goal.resident);
+        let streamed = missing
+            .bytes
+            .saturating_sub(shape.missing(&full.resident).bytes);
         let price = Price::new(shape, &limits);
-        let less = streamed.saturating_sub(bytes);
-        let waits = [streamed, less].map(|bytes| price.weights_us(bytes, goal.prefill_chunk));
+        let waits = [streamed, streamed.saturating_sub(bytes)]
+            .map(|bytes| price.weights_us(missing.only(bytes), goal.prefill_chunk));
         waits[0].saturating_sub(waits[1])
     }
 
@@ -759,6 +755,8 @@ const PINNED_FOR: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn at(millis: u64) -> Timestamp {

@@ -140,7 +140,7 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         let reason = PlanReason::Chunk {
             tokens: plan.prefill_chunk,
             before: goal.prefill_chunk,
-            streamed: shape.bytes_without(&goal.resident),
+            streamed: shape.missing(&goal.resident).bytes,
             change: PlanChange::of(Some(shape), goal, &plan),
         };
         return Ok(Some(EngineStep {

@@ -13,7 +13,7 @@ use super::{
     kv_type::KvType,
     params::ResidencyMode,
     price::{KvContents, Price},
-    residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
+    residency::{EnginePlan, FloorError, LayerShape, Missing, ModelShape, PlanLimits},
 };
 use cotenant_units::{Bytes, Layers, Tokens};
 
@@ -32,7 +32,7 @@ impl ModelShape {
     /// ```
     /// # use cotenant_policy::{params::EngineParams, residency::*};
     /// # use cotenant_units::{Bytes, Tokens};
-    /// let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_mib(10) };
+    /// let layer = LayerShape::new(LayerKind::Attention, 0, Bytes::from_mib(10));
     /// let shape = ModelShape {
     ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
     ///     fixed_bytes: Bytes::from_mib(5), state_bytes: Bytes::ZERO,
@@ -121,18 +121,18 @@ impl ModelShape {
         bytes: Bytes,
         limits: &PlanLimits,
     ) -> Option<EnginePlan> {
-        let streamed = self.bytes_without(&from.resident);
+        let streamed = self.missing(&from.resident);
         let twice = |chunk: &Tokens| Some(Tokens::new(chunk.get().saturating_mul(2)));
         let larger = std::iter::successors(twice(&from.prefill_chunk), twice);
         let larger = larger.take_while(|chunk| *chunk <= limits.prefill_chunk_max);
         let mut larger = larger.peekable();
-        if streamed == Bytes::ZERO || larger.peek().is_none() {
+        if streamed.bytes == Bytes::ZERO || larger.peek().is_none() {
             return None;
         }
         let (bounds, price) = (Bounds::new(self, limits), Price::new(self, limits));
         let holds = self.plan_bytes(from);
         let now = price.weights_us(streamed, from.prefill_chunk);
-        let least = price.prompts_us(streamed, from.prefill_chunk) / GAIN_LEAST;
+        let least = price.prompts_us(streamed.bytes, from.prefill_chunk) / GAIN_LEAST;
         let givable = bounds.layers_to_give(from);
         let sound = larger.filter_map(|chunk| {
             let missing = holds
@@ -142,15 +142,19 @@ impl ModelShape {
                 prefill_chunk: chunk,
                 ..from.clone()
             };
-            let mut given = Bytes::ZERO;
+            let mut without = streamed;
+            let given = |without: Missing| without.bytes.saturating_sub(streamed.bytes);
             for index in &givable {
-                if given >= missing {
+                if given(without) >= missing {
                     break;
                 }
                 plan.resident.remove(index);
-                given = given.saturating_add(bounds.layer_bytes(*index));
+                without = bounds
+                    .part(*index)
+                    .map_or(without, |part| without.with(part));
             }
-            let then = price.weights_us(streamed.saturating_add(given), chunk);
+            let given = given(without);
+            let then = price.weights_us(without, chunk);
             let gained = now.saturating_sub(then);
             (given >= missing && gained > 0 && gained >= least).then_some((gained, plan))
         });
@@ -223,7 +227,10 @@ impl<'a> Bounds<'a> {
         let wanted = limits.kv_wanted.min(shape.context_max).get();
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
-        let give_up = evenly_spread(shape.layers.len());
+        let mut give_up = evenly_spread(shape.layers.len());
+        // A token needs few experts of each layer, and everything else.
+        let part = |index: &u32| shape.layers.get(usize::try_from(*index).ok()?);
+        give_up.sort_by_key(|index| part(index).is_some_and(LayerShape::is_streamed));
         Self {
             shape,
             limits: *limits,
@@ -250,11 +257,8 @@ impl<'a> Bounds<'a> {
         resident.take(given).copied().collect()
     }
 
-    fn layer_bytes(&self, index: u32) -> Bytes {
-        let layer = usize::try_from(index)
-            .ok()
-            .and_then(|index| self.shape.layers.get(index));
-        layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes)
+    fn part(&self, index: u32) -> Option<&'a LayerShape> {
+        self.shape.layers.get(usize::try_from(index).ok()?)
     }
 
     fn tokens_of(&self, blocks: u32) -> Tokens {
@@ -283,7 +287,7 @@ impl<'a> Bounds<'a> {
             blocks: self.blocks_of(from.kv_capacity),
             kind: least,
             chunk: from.prefill_chunk.max(limits.prefill_chunk),
-            streamed: shape.bytes_without(&from.resident),
+            streamed: shape.missing(&from.resident),
         };
         let bare = EnginePlan {
             resident: BTreeSet::new(),
@@ -291,23 +295,24 @@ impl<'a> Bounds<'a> {
             prefill_chunk: limits.prefill_chunk,
             kv_type: least,
         };
-        let ring = |is_streamed: bool| {
-            if is_streamed {
+        let all = shape.weights().bytes;
+        let base = shape
+            .plan_bytes(&bare)
+            .saturating_sub(shape.ring_beside(&bare.resident));
+        let through_ring = missing.iter().filter_map(|index| self.part(*index));
+        let through_ring = through_ring.filter(|part| part.is_streamed()).count();
+        let fits = |step: &Rung| {
+            let layers = all.saturating_sub(step.streamed.bytes);
+            // Experts come last.
+            let ring = if step.layers < through_ring {
                 shape.ring_bytes
             } else {
                 Bytes::ZERO
-            }
-        };
-        let all: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
-        let base = shape
-            .plan_bytes(&bare)
-            .saturating_sub(ring(!shape.layers.is_empty()));
-        let fits = |step: &Rung| {
-            let layers = all.saturating_sub(step.streamed);
+            };
             let held = [
                 base,
                 layers,
-                ring(step.layers < missing.len()),
+                ring,
                 shape.chunk_bytes(limits.prefill_chunk, step.chunk),
                 shape.kv.blocks_bytes(step.blocks, step.kind),
             ];
@@ -320,28 +325,27 @@ impl<'a> Bounds<'a> {
             }
         };
         loop {
-            let layer = missing
-                .get(step.layers)
-                .map(|index| self.layer_bytes(*index));
+            let layer = missing.get(step.layers).and_then(|index| self.part(*index));
             let layer = match layer {
-                Some(bytes) if step.blocks < last => {
-                    let left = step.streamed.saturating_sub(bytes);
+                Some(part) if step.blocks < last => {
+                    let left = step.streamed.without(part);
                     let faster = weights_us(step.streamed).saturating_sub(weights_us(left));
                     let longer = kv_us(step.blocks).saturating_sub(kv_us(step.blocks + 1));
                     let layer = u128::from(faster) * u128::from(block_bytes);
-                    let context = u128::from(longer) * u128::from(bytes.get());
+                    let context = u128::from(longer) * u128::from(part.resident_bytes.get());
                     let is_first = match limits.mode {
                         ResidencyMode::MaxContext => layer > context,
                         ResidencyMode::Balanced | ResidencyMode::MaxSpeed => layer >= context,
                     };
-                    is_first.then_some(bytes)
+                    is_first.then_some(part)
                 }
                 other => other,
             };
-            if let Some(bytes) = layer {
+            if let Some(part) = layer {
                 step.layers += 1;
-                step.streamed = step.streamed.saturating_sub(bytes);
-                step.chunk = still_paid(&price, step.streamed, step.chunk, limits.prefill_chunk);
+                step.streamed = step.streamed.without(part);
+                let bytes = step.streamed.bytes;
+                step.chunk = still_paid(&price, bytes, step.chunk, limits.prefill_chunk);
             } else if step.layers == missing.len() && step.kind < middle {
                 step.kind = middle;
             } else if step.blocks < last {
@@ -375,7 +379,7 @@ struct Rung {
     blocks: u32,
     kind: KvType,
     chunk: Tokens,
-    streamed: Bytes,
+    streamed: Missing,
 }
 
 /// Returns `chunk`, halved down to `least` while that makes prompts hardly slower.

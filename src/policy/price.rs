@@ -13,7 +13,7 @@ use super::{
     kv_type::KvType,
     lease::Class,
     params::ResidencyMode,
-    residency::{EnginePlan, ModelShape, PlanLimits},
+    residency::{EnginePlan, Missing, ModelShape, PlanLimits},
     speed::Calibration,
 };
 use cotenant_units::{Bytes, Tokens};
@@ -81,7 +81,7 @@ pub struct Price<'a> {
     shape: &'a ModelShape,
     speed: Calibration,
     mode: ResidencyMode,
-    /// All weights of the model.
+    /// The weights that one token needs.
     weights: Bytes,
     /// Mean size of its parts, bytes.
     part: u64,
@@ -93,13 +93,13 @@ impl<'a> Price<'a> {
     /// Creates the prices for the plans of a model.
     #[must_use]
     pub fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
-        let layers: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
+        let layers = shape.weights();
         Self {
             shape,
             speed: limits.speed,
             mode: limits.mode,
-            weights: layers.saturating_add(shape.fixed_bytes),
-            part: (layers.get() / (shape.layers.len() as u64).max(1)).max(1),
+            weights: layers.token.saturating_add(shape.fixed_bytes),
+            part: (layers.bytes.get() / (shape.layers.len() as u64).max(1)).max(1),
             kv_wanted: limits.kv_wanted.min(shape.context_max),
         }
     }
@@ -108,17 +108,18 @@ impl<'a> Price<'a> {
     /// up.
     #[must_use]
     pub fn given_up(&self, from: &EnginePlan, to: &EnginePlan, kv: &KvContents) -> u64 {
-        let streamed = |plan: &EnginePlan| self.shape.bytes_without(&plan.resident);
-        let weights = |plan: &EnginePlan| (streamed(plan), plan.prefill_chunk);
+        let weights = |plan: &EnginePlan| (self.shape.missing(&plan.resident), plan.prefill_chunk);
         let cache = |plan: &EnginePlan| (plan.kv_capacity, plan.kv_type);
         self.weights_given_up(weights(from), weights(to))
             .saturating_add(self.kv_given_up(cache(from), cache(to), kv))
     }
 
-    /// Returns the share of layers and prefill chunk in [`Self::given_up`], from the streamed bytes of each plan.
+    /// Returns the share of layers and prefill chunk in [`Self::given_up`], from the missing weights of each plan.
     #[must_use]
-    pub fn weights_given_up(&self, from: (Bytes, Tokens), to: (Bytes, Tokens)) -> u64 {
-        let more = self.speed.reading_us(to.0.saturating_sub(from.0));
+    pub fn weights_given_up(&self, from: (Missing, Tokens), to: (Missing, Tokens)) -> u64 {
+        let more = self
+            .speed
+            .reading_us(to.0.bytes.saturating_sub(from.0.bytes));
         let chunk = self.shape.chunk_bytes(to.1, from.1);
         self.weights_us(to.0, to.1)
             .saturating_sub(self.weights_us(from.0, from.1))
@@ -147,17 +148,18 @@ impl<'a> Price<'a> {
             .saturating_add(moving_us(touched.saturating_add(converted)))
     }
 
-    /// Returns the wait for an answer and its prompts with `streamed` bytes of weights read for each token and chunk,
-    /// µs.
+    /// Returns the wait for an answer and its prompts while these weights are `missing` and read for each token and
+    /// chunk, µs.
     #[must_use]
-    pub fn weights_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
+    pub fn weights_us(&self, missing: Missing, chunk: Tokens) -> u64 {
+        let streamed = missing.token;
         // The part of each streamed layer that the ring holds is read while the preceding layers are computed.
         let ahead = u128::from(self.shape.ring_bytes.get()) * u128::from(streamed.get());
         let exposed = streamed.saturating_sub(Bytes::new(clamped(ahead / u128::from(self.part))));
         let token = self.speed.token_us(self.weights, (streamed, exposed));
         let answer = token.saturating_mul(ANSWER_TOKENS);
         self.preferred(answer, self.mode != ResidencyMode::MaxContext)
-            .saturating_add(self.prompts_us(streamed, chunk))
+            .saturating_add(self.prompts_us(missing.bytes, chunk))
     }
 
     /// Returns the wait for the prompts alone, µs: each chunk takes the longer of computing its tokens and reading the
@@ -484,11 +486,12 @@ mod tests {
         };
         let price = Price::new(&shape, &in_mode(ResidencyMode::Balanced).at_speed(slow));
         let chunk = Tokens::new(128);
-        let us = |streamed| price.weights_us(Bytes::from_mib(streamed), chunk);
+        let of = |mib| shape.weights().only(Bytes::from_mib(mib));
+        let us = |streamed| price.weights_us(of(streamed), chunk);
         // A token is computed in 245 ms, in which 501 MiB are read.
         assert_eq!(us(0), us(500));
         assert!(us(0) < us(510));
-        let back = price.weights_given_up((Bytes::ZERO, chunk), (Bytes::from_mib(64), chunk));
+        let back = price.weights_given_up((of(0), chunk), (of(64), chunk));
         assert_eq!(
             back,
             slow.reading_us(Bytes::from_mib(64)),

@@ -23,22 +23,106 @@ use cotenant_units::{Bytes, Layers, Tokens};
 pub enum LayerKind {
     /// Attends over the KV cache.
     Attention,
+    /// Not a mixer: room for some experts of a layer's mixture.
+    Experts,
     /// Not a layer: a tile of the output head.
     Head,
     /// Keeps a state of fixed size (Gated DeltaNet).
     Recurrent,
 }
 
-/// A part that is resident or streamed: a layer, a group of tensors of a large layer, or a tile of the output head.
+/// A part that is resident or streamed: a layer, a group of tensors of a large layer, room for some experts of a layer, or
+/// a tile of the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
-    /// Attention, recurrent, or the head.
+    /// Attention, recurrent, experts, or the head.
     pub kind: LayerKind,
     /// Index of the part within its layer, or of the tile within the head.
     #[serde(default)]
     pub part: u32,
     /// Memory of the resident weights, in whole pages.
     pub resident_bytes: Bytes,
+    /// The share of them that one token needs, in thousandths: all, except of experts.
+    #[serde(default = "all_of_it", skip_serializing_if = "is_all_of_it")]
+    pub used: u32,
+}
+
+const fn all_of_it() -> u32 {
+    1000
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+const fn is_all_of_it(used: &u32) -> bool {
+    *used == all_of_it()
+}
+
+impl LayerShape {
+    /// Returns a part that each token needs as a whole.
+    #[must_use]
+    pub const fn new(kind: LayerKind, part: u32, resident_bytes: Bytes) -> Self {
+        Self {
+            kind,
+            part,
+            resident_bytes,
+            used: all_of_it(),
+        }
+    }
+
+    /// Returns the bytes that one token needs.
+    #[must_use]
+    pub fn token_bytes(&self) -> Bytes {
+        self.resident_bytes.per_mille(self.used)
+    }
+
+    /// Returns whether the part is read through the ring while it is not resident; experts are read when a token needs
+    /// them.
+    #[must_use]
+    pub fn is_streamed(&self) -> bool {
+        self.kind != LayerKind::Experts
+    }
+}
+
+/// Weights that are not in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Missing {
+    /// All of them, which a chunk of a prompt needs.
+    pub bytes: Bytes,
+    /// Those of them that one token needs.
+    pub token: Bytes,
+}
+
+impl Missing {
+    /// Returns the weights without those of a part.
+    #[must_use]
+    pub fn without(self, part: &LayerShape) -> Self {
+        Self {
+            bytes: self.bytes.saturating_sub(part.resident_bytes),
+            token: self.token.saturating_sub(part.token_bytes()),
+        }
+    }
+
+    /// Returns `bytes` of these weights.
+    #[must_use]
+    pub fn only(self, bytes: Bytes) -> Self {
+        let token = u128::from(self.token.get()) * u128::from(bytes.get())
+            / u128::from(self.bytes.get().max(1));
+        Self {
+            bytes,
+            token: Bytes::new(u64::try_from(token).unwrap_or(u64::MAX)),
+        }
+    }
+
+    /// Returns the weights with those of a part.
+    #[must_use]
+    pub fn with(self, part: &LayerShape) -> Self {
+        Self {
+            bytes: self.bytes.saturating_add(part.resident_bytes),
+            token: self.token.saturating_add(part.token_bytes()),
+        }
+    }
 }
 
 /// Bytes per token of context in the KV cache.
@@ -364,24 +448,42 @@ pub struct FloorError {
 }
 
 impl ModelShape {
-    /// Returns the bytes of the parts that are not `resident`.
+    /// Returns the weights that are not in memory if these parts are `resident`.
     #[must_use]
-    pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
-        let streamed = self
-            .layers
-            .iter()
-            .zip(0u32..)
-            .filter(|(_, index)| !resident.contains(index));
-        streamed.map(|(layer, _)| layer.resident_bytes).sum()
+    pub fn missing(&self, resident: &BTreeSet<u32>) -> Missing {
+        let missing = self.parts_without(resident);
+        missing.fold(Missing::default(), Missing::with)
+    }
+
+    /// Returns all weights.
+    #[must_use]
+    pub fn weights(&self) -> Missing {
+        self.missing(&BTreeSet::new())
+    }
+
+    fn parts_without(&self, resident: &BTreeSet<u32>) -> impl Iterator<Item = &LayerShape> {
+        let parts = self.layers.iter().zip(0u32..);
+        parts
+            .filter(|(_, index)| !resident.contains(index))
+            .map(|(part, _)| part)
+    }
+
+    /// Returns the bytes of the ring if it is needed while only these parts are `resident`.
+    pub(crate) fn ring_beside(&self, resident: &BTreeSet<u32>) -> Bytes {
+        if self.parts_without(resident).any(LayerShape::is_streamed) {
+            self.ring_bytes
+        } else {
+            Bytes::ZERO
+        }
     }
 
     /// Returns the minimum bytes of one more layer: the last one makes the staging ring unnecessary. `None` if all are
     /// resident.
     pub(crate) fn least_layer_without(&self, resident: &BTreeSet<u32>) -> Option<Bytes> {
-        let streamed = self.layers.iter().zip(0u32..);
-        let streamed = streamed.filter(|(_, index)| !resident.contains(index));
-        let layer = streamed.map(|(layer, _)| layer.resident_bytes).min()?;
-        let all = self.bytes_without(resident).saturating_sub(self.ring_bytes);
+        let missing = self.parts_without(resident);
+        let layer = missing.map(|layer| layer.resident_bytes).min()?;
+        let ring = self.ring_beside(resident);
+        let all = self.missing(resident).bytes.saturating_sub(ring);
         Some(layer.min(all))
     }
 
@@ -395,12 +497,13 @@ impl ModelShape {
         u32::try_from(firsts.count()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of layers that are completely resident under `plan`.
+    /// Returns the number of layers that are completely resident under `plan`, regardless of their experts.
     #[must_use]
     pub fn resident_layers(&self, plan: &EnginePlan) -> u32 {
         let mut layers = 0;
         let mut whole = false;
-        for (part, index) in self.layers.iter().zip(0u32..) {
+        let parts = self.layers.iter().zip(0u32..);
+        for (part, index) in parts.filter(|(part, _)| part.is_streamed()) {
             if part.part == 0 || part.kind == LayerKind::Head {
                 layers += u32::from(whole);
                 whole = part.kind != LayerKind::Head;
@@ -413,12 +516,8 @@ impl ModelShape {
     /// Returns the number of parts that correspond to `layers` layers.
     pub(crate) fn parts_of(&self, layers: u32) -> usize {
         let layers_in_all = u64::from(self.layer_count().max(1));
-        let heads = self
-            .layers
-            .iter()
-            .filter(|part| part.kind == LayerKind::Head)
-            .count();
-        let parts = (self.layers.len() - heads) as u64;
+        let of_layers = |part: &&LayerShape| part.is_streamed() && part.kind != LayerKind::Head;
+        let parts = self.layers.iter().filter(of_layers).count() as u64;
         let parts = u64::from(layers)
             .saturating_mul(parts)
             .div_ceil(layers_in_all);
@@ -433,11 +532,7 @@ impl ModelShape {
             self.layers.get(index)
         });
         let resident: Bytes = layers.map(|layer| layer.resident_bytes).sum();
-        let ring = if plan.resident.len() < self.layers.len() {
-            self.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
+        let ring = self.ring_beside(&plan.resident);
         let workspace = self
             .workspace_bytes_per_token
             .saturating_mul(u64::from(plan.prefill_chunk.get()))

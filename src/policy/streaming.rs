@@ -44,10 +44,13 @@ impl Calibration {
         for _ in 0..TOKENS {
             before = passage.now_ns;
             for (part, index) in shape.layers.iter().zip(0u32..) {
+                let bytes = part.token_bytes().get();
                 if resident.contains(&index) {
-                    passage.compute(part.resident_bytes.get(), cost(index));
+                    passage.compute(bytes, cost(index));
+                } else if part.is_streamed() {
+                    passage.stream(bytes, cost(index));
                 } else {
-                    passage.stream(part.resident_bytes.get(), cost(index));
+                    passage.fetch(bytes, cost(index));
                 }
             }
         }
@@ -59,10 +62,7 @@ impl Calibration {
     #[must_use]
     pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
         let foretold = self.token_ns(shape, resident).max(1);
-        let (all, streamed) = (
-            shape.bytes_without(&BTreeSet::new()),
-            shape.bytes_without(resident),
-        );
+        let (all, streamed) = (shape.weights().token, shape.missing(resident).token);
         let (computing, reading) = (
             time_of(all.get(), self.compute_ns_per_mib),
             time_of(streamed.get(), self.read_ns_per_mib),
@@ -141,6 +141,12 @@ impl Passage<'_> {
             self.ahead += room;
             self.now_ns += alone + time_of(room, slowed);
         }
+    }
+
+    /// Reads bytes that are known only when they are needed, and computes on them.
+    fn fetch(&mut self, bytes: u64, cost: u64) {
+        self.now_ns += time_of(bytes, self.by.read_ns_per_mib);
+        self.compute(bytes, cost);
     }
 
     /// Computes on bytes that pass through the ring.

@@ -38,6 +38,12 @@ pub(crate) enum ShapeName {
     /// Qwen3-0.6B.
     #[value(name = "qwen3-0.6b")]
     Qwen3,
+    /// Qwen3-30B-A3B, 18 GB in Q4_K_M.
+    #[value(name = "qwen3-30b-a3b")]
+    Qwen3Moe,
+    /// Eight of its 48 layers and a vocabulary of 32,000 tokens.
+    #[value(name = "qwen3-a3b-8")]
+    Qwen3MoeSmall,
     /// Llama-3.2-1B.
     #[value(name = "llama-3.2-1b")]
     Llama,
@@ -71,6 +77,8 @@ pub(crate) enum ShapeName {
     TinyQwen2,
     /// The same of Qwen3.
     TinyQwen3,
+    /// The same of Qwen3 with a mixture of experts.
+    TinyQwen3Moe,
     /// The same of Qwen3.5.
     TinyQwen35,
     /// The same of Qwen3-VL's text part.
@@ -170,6 +178,12 @@ impl ShapeName {
             Self::Qwen35Small => Synthetic::qwen35_0_8b(mix, seed),
             Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
             Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),
+            Self::Qwen3Moe => Synthetic::qwen3_30b_a3b(mix, seed),
+            Self::Qwen3MoeSmall => Synthetic {
+                layers: 8,
+                vocabulary: 32_000,
+                ..Synthetic::qwen3_30b_a3b(mix, seed)
+            },
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
             Self::Gemma3 => gemma3_1b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
@@ -183,6 +197,7 @@ impl ShapeName {
             Self::TinyPhi3 => tiny(Architecture::Phi3),
             Self::TinyQwen2 => tiny(Architecture::Qwen2),
             Self::TinyQwen3 => tiny(Architecture::Qwen3),
+            Self::TinyQwen3Moe => tiny(Architecture::Qwen3Moe),
             Self::TinyQwen35 => tiny(Architecture::Qwen35),
             Self::TinyQwen3Vl => tiny(Architecture::Qwen3Vl),
             Self::TinySmolLm3 => tiny(Architecture::SmolLm3),

@@ -108,7 +108,7 @@ impl LayerCosts {
                 .parts
                 .iter()
                 .zip(&shape.layers)
-                .all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
+                .all(|((bytes, _), part)| *bytes == part.token_bytes().get())
     }
 
     /// Returns the cost of a part per MiB, in thousandths of the mean.

@@ -197,6 +197,7 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
                 ..qwen3.clone()
             },
         ),
+        ("Qwen3-30B-A3B", Synthetic::qwen3_30b_a3b(types, 0)),
         (
             "Qwen3-14B",
             Synthetic {

@@ -197,7 +197,7 @@ impl Forecast {
 
 impl Pieces {
     fn of(shape: &ModelShape, plan: &EnginePlan) -> Self {
-        let layers = shape.bytes_without(&BTreeSet::new());
+        let layers = shape.weights().bytes;
         let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         let total = shape.plan_bytes(plan);
         let others = [layers, kv, shape.fixed_bytes, shape.state_bytes];

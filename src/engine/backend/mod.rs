@@ -30,8 +30,8 @@ pub use super::error::DeviceError;
 pub use choice::{choose, retry_gpu, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, Span, View, offset_in_block};
 pub use operation::{
-    Activate, Attend, Convert, Convolve, Copies, Delta, Finish, Gap, Multiply, Norm, Operation,
-    Prepare, Product, Residual, Rotate, Row, RowBytes, Types, Widen,
+    Activate, Attend, Combine, Convert, Convolve, Copies, Delta, Finish, Gap, Gather, Multiply,
+    Norm, Operation, Prepare, Product, Residual, Rotate, Row, RowBytes, Types, Widen,
 };
 
 /// A compute device: chosen before the model's file is opened, since plans depend on its memory.

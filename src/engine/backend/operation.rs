@@ -23,6 +23,8 @@ pub enum Operation<'a> {
     Activate(Activate),
     /// An attention layer.
     Attend(Attend<'a>),
+    /// Sums of rows with factors.
+    Combine(Combine<'a>),
     /// Changes the type of a KV cache.
     Convert(Convert),
     /// A short convolution.
@@ -38,6 +40,8 @@ pub enum Operation<'a> {
     },
     /// Logits from the products with the head.
     Finish(Finish<'a>),
+    /// Some rows, one after another.
+    Gather(Gather<'a>),
     /// Copies bytes.
     Move {
         /// Source.
@@ -69,12 +73,20 @@ impl Operation<'_> {
                 cells: job.cells.into_owned(),
                 ..job
             }),
+            Self::Combine(job) => Operation::Combine(Combine {
+                terms: job.terms.into_owned().into(),
+                ..job
+            }),
             Self::Convert(job) => Operation::Convert(job),
             Self::Convolve(job) => Operation::Convolve(job),
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
             Self::Finish(job) => Operation::Finish(Finish {
                 said: job.said.into_owned().into(),
+                ..job
+            }),
+            Self::Gather(job) => Operation::Gather(Gather {
+                rows: job.rows.into_owned().into(),
                 ..job
             }),
             Self::Move { from, to } => Operation::Move { from, to },
@@ -235,6 +247,34 @@ pub struct Residual {
     pub norm: Option<View>,
     /// Its factor.
     pub scale: f32,
+}
+
+/// `to[i] = from[rows[i]]`.
+#[derive(Debug)]
+pub struct Gather<'a> {
+    /// Source.
+    pub from: View,
+    /// Numbers of rows of the source.
+    pub rows: Cow<'a, [u32]>,
+    /// Elements of a row.
+    pub width: usize,
+    /// Target.
+    pub to: View,
+    /// Copies of the result.
+    pub prepare: Prepare,
+}
+
+/// `to[i] = Σ factor · from[row]` over the terms of a row, in their order.
+#[derive(Debug)]
+pub struct Combine<'a> {
+    /// Source.
+    pub from: View,
+    /// Row of the source and its factor, equally many for each row of the target.
+    pub terms: Cow<'a, [(u32, f32)]>,
+    /// Elements of a row.
+    pub width: usize,
+    /// Target.
+    pub to: View,
 }
 
 /// Products of all rows of `input` with weights.

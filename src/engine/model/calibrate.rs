@@ -70,7 +70,7 @@ fn measure(
             per_mib(lost, bytes + in_computing(few_bytes, few.1)),
         )
     };
-    let all: Bytes = model.layout.parts.iter().map(|part| part.arena).sum();
+    let all = model.shape.weights().token;
     Some(Calibration {
         compute_ns_per_mib: per_mib(computing, all),
         read_ns_per_mib,
@@ -83,8 +83,11 @@ fn measure(
 /// Returns `plan` without parts of at least `wanted` bytes in total, spread evenly over the depth.
 fn without(model: &Model, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
     let mut fewer = plan.clone();
-    let mut parts: Vec<(u32, Bytes)> = (0u32..)
-        .zip(model.layout.parts.iter().map(|part| part.arena))
+    let parts = (0u32..).zip(&model.shape.layers);
+    // Reading experts shows nothing of the ring.
+    let parts = parts.filter(|(_, part)| part.is_streamed());
+    let mut parts: Vec<(u32, Bytes)> = parts
+        .map(|(index, part)| (index, part.resident_bytes))
         .collect();
     parts.sort_by_key(|(index, _)| index.reverse_bits());
     let mut given = Bytes::ZERO;
@@ -100,11 +103,7 @@ fn without(model: &Model, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
 
 /// Bytes that the plan in force reads for each token.
 fn streamed_bytes(model: &Model) -> Bytes {
-    let parts = model.layout.parts.iter().enumerate();
-    parts
-        .filter(|(index, _)| model.weights.arena(*index).is_none())
-        .map(|(_, part)| part.arena)
-        .sum()
+    model.shape.missing(&model.plan.resident).token
 }
 
 /// Measures the time of each part per token, in the order of the parts; all parts must be resident. On a device with
@@ -159,10 +158,10 @@ pub(super) fn part_times(
 fn split(model: &Model, layers: &[Duration]) -> Vec<PartTime> {
     let parts = &model.layout.parts;
     let bytes_of = |layer: Option<usize>| -> Bytes {
+        let parts = parts.iter().zip(&model.shape.layers);
         parts
-            .iter()
-            .filter(|part| part.layer == layer)
-            .map(|part| part.arena)
+            .filter(|(part, _)| part.layer == layer)
+            .map(|(_, shape)| shape.token_bytes())
             .sum()
     };
     let rates = layers
@@ -185,8 +184,9 @@ fn split(model: &Model, layers: &[Duration]) -> Vec<PartTime> {
         with_head.saturating_sub(Duration::from_nanos(alone)),
         bytes_of(None),
     );
-    let times = parts.iter().map(|part| PartTime {
-        bytes: part.arena,
+    let times = parts.iter().zip(&model.shape.layers);
+    let times = times.map(|(part, shape)| PartTime {
+        bytes: shape.token_bytes(),
         ns_per_mib: part
             .layer
             .and_then(|layer| rates.get(layer).copied())

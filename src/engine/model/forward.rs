@@ -168,7 +168,10 @@ impl Pass<'_, '_> {
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
             _ => self.attention(index)?,
         }
-        self.feed_forward(index)
+        match self.model.spec.experts {
+            Some(experts) => self.mixture(index, &experts),
+            None => self.feed_forward(index),
+        }
     }
 
     /// Returns the matrices of a layer with these roles and their output views: `rows` rows with the given stride.
@@ -193,7 +196,7 @@ impl Pass<'_, '_> {
     }
 
     /// Multiplies the rows in `source`, whose copies exist, with matrices of one part of a layer.
-    fn products(
+    pub(super) fn products(
         &mut self,
         index: usize,
         source: Slot,
@@ -261,7 +264,7 @@ impl Pass<'_, '_> {
     }
 
     /// Returns how to copy a result for products with the matrices of these roles.
-    fn prepare(&self, index: usize, roles: &[Role], first: usize) -> Prepare {
+    pub(super) fn prepare(&self, index: usize, roles: &[Role], first: usize) -> Prepare {
         let layer = self.model.spec.layers.get(index);
         let matrices = roles.iter().filter_map(|role| layer?.matrix(*role));
         Prepare {
@@ -272,7 +275,12 @@ impl Pass<'_, '_> {
     }
 
     /// Adds the output of the last part to the residual stream, and normalises the sum for products with these roles.
-    fn norm(&mut self, index: usize, vector: Vector, roles: &[Role]) -> Result<(), Failure> {
+    pub(super) fn norm(
+        &mut self,
+        index: usize,
+        vector: Vector,
+        roles: &[Role],
+    ) -> Result<(), Failure> {
         let floats = 0..self.rows * self.model.spec.width;
         let weight = self
             .model
@@ -291,7 +299,7 @@ impl Pass<'_, '_> {
     }
 
     /// Returns how a part's output is added to the residual stream.
-    fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
+    pub(super) fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
         let vector = |vector| {
             self.model
                 .weights

@@ -202,6 +202,7 @@ impl Model {
         let workspace = self.workspace.bytes()
             + self.logits.bytes()
             + self.sequence.cache.aside()
+            + self.weights.staging().map_or(Bytes::ZERO, Buffer::bytes)
             + self.needs.context;
         let ring = self.weights.ring_bytes();
         Breakdown {

@@ -4,6 +4,7 @@ use std::{io, path::Path, sync::Arc, time::Instant};
 
 use super::{
     damage,
+    experts::Experts,
     loaded::{Model, ModelOptions},
     residency,
     sequence::Sequence,
@@ -227,8 +228,20 @@ impl Opening {
             logits,
         } = memory?;
         let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
+        let experts = layout.experts.as_ref().map(|experts| {
+            let staging = backend.allocate(experts.staging(), Backing::Now);
+            let staging = staging.map_err(refuse("experts in use", experts.staging()))?;
+            Ok::<_, LoadErrorKind>(Experts::new(experts, staging))
+        });
+        let parts = layout.parts.len();
         let mut model = Model {
-            weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.limit)),
+            weights: Weights::new(
+                source,
+                fixed,
+                parts,
+                experts.transpose()?,
+                (stream, disk.limit),
+            ),
             sequence: Sequence::new(cache, state, &spec.attention, plan.kv_type),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),

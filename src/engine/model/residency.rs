@@ -146,7 +146,7 @@ impl<'model> Change<'model> {
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<(), ApplyError> {
         let least = self.model.sequence.held(used);
-        let mut changed = self.model.weights.needs_stream();
+        let mut changed = self.model.weights.needs_stream(&self.model.layout);
         let all = self.model.layout.parts.len();
         let whole = plan.resident.len() == all || self.model.plan.resident.len() == all;
         for (index, number) in (0..self.model.layout.parts.len()).zip(0u32..) {

@@ -123,16 +123,21 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
         let dtype = types[number % types.len()];
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
-            .write(&path)
-            .unwrap();
-        let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
-        assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
-        // Tiles of some rows, and all layers in their three groups.
+        let file = Synthetic::tiny(architecture, TypeMix::All(dtype), 7);
+        file.write(&path).unwrap();
+        let experts = file.experts.0 as usize;
+        // Four layers, each with its experts, if it has any, and the head.
+        let (all, before_head) = match experts {
+            0 => (5, 12),
+            _ => (9, 4 * (1 + experts)),
+        };
+        let mut whole = open_in_parts(&path, usize::MAX, &plan(0..all), 1);
+        assert_eq!(whole.shape().layers.len(), all as usize);
+        // Tiles of some rows, and all layers in their three groups, or with a part for each expert.
         let mut parts = open_in_parts(&path, 16 << 10, &plan([]), 2);
         let count = u32::try_from(parts.shape().layers.len()).unwrap();
         assert!(
-            parts.layout.head.len() > 1 && parts.layout.head.start == 12,
+            parts.layout.head.len() > 1 && parts.layout.head.start == before_head,
             "{count}"
         );
         for round in 0u32..3 {

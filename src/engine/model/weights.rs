@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::growth::{self, GrowError, Growing};
+use super::{
+    experts::Experts,
+    growth::{self, GrowError, Growing},
+};
 use crate::{
     arena::{Backing, SharedMapping},
     backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
@@ -39,6 +42,8 @@ pub(super) struct Weights {
     factors: Option<Vec<f32>>,
     /// Arena of each part; `None` if it is not resident.
     arenas: Vec<Option<Buffer>>,
+    /// Experts of a mixture in them.
+    experts: Option<Experts>,
     stream: Option<Stream>,
     /// Pieces in use by operations in flight: a fence, and the number of pieces that it guards.
     lent: VecDeque<(Fence, usize)>,
@@ -69,6 +74,7 @@ impl Weights {
         file: Arc<dyn Source>,
         (fixed, factors): (Buffer, Option<Vec<f32>>),
         parts: usize,
+        experts: Option<Experts>,
         (stream, limit): (Option<Stream>, DiskTimeout),
     ) -> Self {
         Self {
@@ -76,6 +82,7 @@ impl Weights {
             fixed,
             factors,
             arenas: (0..parts).map(|_| None).collect(),
+            experts,
             begun: stream.is_some(),
             stream,
             lent: VecDeque::with_capacity(BATCHES_MAX + 1),
@@ -165,10 +172,21 @@ impl Weights {
         }
         self.arenas_left = read.left;
         let mut grown = Bytes::ZERO;
+        let is_streamed = |index: usize| {
+            let layout = parts.iter().find(|(number, _)| *number == index);
+            layout.is_none_or(|(_, layout)| layout.is_streamed())
+        };
         for (index, arena) in indices.into_iter().zip(read.whole) {
+            if !is_streamed(index) {
+                // Another expert may need pages that the first one in its room does not.
+                arena.populate();
+            }
             if let Some(slot) = self.arenas.get_mut(index) {
                 grown += arena.bytes();
                 *slot = Some(arena);
+            }
+            if let Some(experts) = &mut self.experts {
+                experts.filled(index);
             }
         }
         (grown, result)
@@ -176,6 +194,9 @@ impl Weights {
 
     /// Releases part `index`; returns the bytes mapped, and the bytes of these that were in memory.
     pub(super) fn shed(&mut self, index: usize) -> (Bytes, Bytes) {
+        if let Some(experts) = &mut self.experts {
+            experts.released(index);
+        }
         match self.arenas.get_mut(index).and_then(Option::take) {
             Some(arena) => (arena.bytes(), arena.release()),
             None => (Bytes::ZERO, Bytes::ZERO),
@@ -335,6 +356,9 @@ impl Weights {
     /// All memory that reads hanging since `began` or longer would keep if these weights were dropped.
     pub(super) fn kept(&self, began: Instant) -> Retained {
         let mut kept = Retained::of(self.stream.as_ref().map(Stream::ring_mark), began);
+        if let Some(experts) = &self.experts {
+            kept.add(experts.kept(began));
+        }
         kept.add(self.rings_left.clone());
         kept.add(self.arenas_left.clone());
         kept
@@ -445,6 +469,24 @@ impl Weights {
         self.arenas.get(index)?.as_ref()
     }
 
+    pub(super) const fn experts(&self) -> Option<&Experts> {
+        self.experts.as_ref()
+    }
+
+    /// Experts, and the time after which the disk counts as stalled.
+    pub(super) const fn experts_by(&mut self) -> (DiskTimeout, Option<&mut Experts>) {
+        (self.limit, self.experts.as_mut())
+    }
+
+    pub(super) const fn source(&self) -> &Arc<dyn Source> {
+        &self.file
+    }
+
+    /// Rooms for experts that are not resident.
+    pub(super) fn staging(&self) -> Option<&Buffer> {
+        self.experts.as_ref().map(Experts::staging)
+    }
+
     pub(super) const fn fixed(&self) -> &Buffer {
         &self.fixed
     }
@@ -455,11 +497,6 @@ impl Weights {
         self.limit = limit;
         self.file = file;
         self.rows = None;
-    }
-
-    #[cfg(test)]
-    pub(super) const fn file(&self) -> &Arc<dyn Source> {
-        &self.file
     }
 
     /// Adds to the time that kernels have waited for the readers.
@@ -529,8 +566,10 @@ impl Weights {
     }
 
     /// Whether parts must be streamed but no stream serves them.
-    pub(super) fn needs_stream(&self) -> bool {
-        (self.begun || self.stream.is_none()) && self.arenas.iter().any(Option::is_none)
+    pub(super) fn needs_stream(&self, layout: &Layout) -> bool {
+        let mut parts = layout.parts.iter().zip(&self.arenas);
+        (self.begun || self.stream.is_none())
+            && parts.any(|(part, arena)| part.is_streamed() && arena.is_none())
     }
 
     /// Size of the ring, and of the memory that hanging reads keep.
@@ -547,7 +586,8 @@ impl Weights {
             .map_or(Bytes::ZERO, Stream::ring_resident);
         let left = self.rings_left.memory().chain(self.arenas_left.memory());
         let left: Bytes = left.map(|memory| memory.resident()).sum();
-        parts + self.fixed.resident() + ring + left
+        let staging = self.staging().map_or(Bytes::ZERO, Buffer::resident);
+        staging + parts + self.fixed.resident() + ring + left
     }
 }
 

@@ -50,6 +50,8 @@ pub(super) struct Workspace {
     pub(super) third: Buffer,
     pub(super) fourth: Buffer,
     pub(super) mixed: Buffer,
+    /// Outputs of the experts of a mixture.
+    pub(super) experts: Buffer,
     pub(super) rotary: Buffer,
     /// Scratch of attention, for any number of tokens.
     pub(super) scratch: Buffer,
@@ -89,6 +91,7 @@ impl Workspace {
             third: floats(widths.third)?,
             fourth: floats(widths.fourth)?,
             mixed: floats(widths.mixed)?,
+            experts: floats(widths.experts)?,
             rotary: floats(widths.rotary)?,
             scratch: backend.allocate(needs.scratch, backing)?,
             copies: backend.allocate(needs.copies.saturating_mul(chunk as u64), backing)?,
@@ -149,18 +152,19 @@ impl Workspace {
             third,
             fourth,
             mixed,
+            experts,
             rotary,
             scratch,
             copies,
             ..
         } = self;
         let all = [
-            stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies,
+            stream, normed, wide, second, third, fourth, mixed, experts, rotary, scratch, copies,
         ];
         all.into_iter().map(Buffer::release).sum()
     }
 
-    const fn all(&self) -> [&Buffer; 10] {
+    const fn all(&self) -> [&Buffer; 11] {
         [
             &self.stream,
             &self.normed,
@@ -169,6 +173,7 @@ impl Workspace {
             &self.third,
             &self.fourth,
             &self.mixed,
+            &self.experts,
             &self.rotary,
             &self.scratch,
             &self.copies,

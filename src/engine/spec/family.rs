@@ -27,17 +27,21 @@ pub enum Architecture {
     Qwen2,
     /// Qwen3 dense.
     Qwen3,
+    /// Qwen3 with a mixture of experts.
+    Qwen3Moe,
     /// Qwen3.5: Gated DeltaNet with an attention layer at intervals.
     Qwen35,
     /// Qwen3-VL dense: its text part, which is Qwen3.
     Qwen3Vl,
+    /// Qwen3-VL with a mixture of experts: its text part.
+    Qwen3VlMoe,
     /// SmolLM3: Llama with some layers without rotation.
     SmolLm3,
 }
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 15] = [
         Self::Exaone4,
         Self::Gemma3,
         Self::Granite,
@@ -48,8 +52,10 @@ impl Architecture {
         Self::Phi3,
         Self::Qwen2,
         Self::Qwen3,
+        Self::Qwen3Moe,
         Self::Qwen35,
         Self::Qwen3Vl,
+        Self::Qwen3VlMoe,
         Self::SmolLm3,
     ];
 
@@ -67,8 +73,10 @@ impl Architecture {
             Self::Phi3 => "phi3",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Qwen3Moe => "qwen3moe",
             Self::Qwen35 => "qwen35",
             Self::Qwen3Vl => "qwen3vl",
+            Self::Qwen3VlMoe => "qwen3vlmoe",
             Self::SmolLm3 => "smollm3",
         }
     }
@@ -96,14 +104,23 @@ pub(crate) enum HeadNorms {
 }
 
 impl Architecture {
+    /// Whether its layers may have a mixture of experts in place of the feed-forward part: chosen by a softmax over all,
+    /// with weights that sum to one. `llama` is then Mixtral.
+    pub(crate) const fn has_experts(self) -> bool {
+        matches!(self, Self::Llama | Self::Qwen3Moe | Self::Qwen3VlMoe)
+    }
+
     /// Norms of its attention layers.
     pub(crate) const fn norms(self) -> Norms {
         let (before, after, heads) = match self {
             Self::Exaone4 => (false, true, HeadNorms::Each),
             Self::Gemma3 => (true, true, HeadNorms::Each),
-            Self::Lfm2 | Self::Qwen3 | Self::Qwen35 | Self::Qwen3Vl => {
-                (true, false, HeadNorms::Each)
-            }
+            Self::Lfm2
+            | Self::Qwen3
+            | Self::Qwen3Moe
+            | Self::Qwen35
+            | Self::Qwen3Vl
+            | Self::Qwen3VlMoe => (true, false, HeadNorms::Each),
             Self::Olmo2 => (false, true, HeadNorms::Whole),
             Self::Granite
             | Self::Llama
@@ -272,6 +289,17 @@ pub struct ConvolutionSpec {
     pub taps: usize,
 }
 
+/// Constants of a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSpec {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts that compute a token.
+    pub used: usize,
+    /// Width of an expert.
+    pub inner: usize,
+}
+
 /// Constants of Gated DeltaNet layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaSpec {
@@ -346,6 +374,12 @@ pub enum Role {
     Alpha,
     /// Strength of the recurrent update.
     Beta,
+    /// Experts, back to the residual stream; the rows of one after those of another.
+    ExpertDown,
+    /// Gates of experts.
+    ExpertGate,
+    /// Experts.
+    ExpertUp,
     /// Feed-forward, back to the residual stream.
     FfnDown,
     /// Feed-forward gate.
@@ -364,6 +398,8 @@ pub enum Role {
     Query,
     /// Queries, keys and values of a recurrent layer.
     QueryKeyValue,
+    /// A logit for each expert.
+    Router,
     /// Attention values.
     Value,
 }
@@ -405,6 +441,11 @@ pub enum Vector {
     StateNorm,
     /// Bias of the projected values.
     ValueBias,
+}
+
+impl Role {
+    /// The matrices of a mixture, of which a token needs the rows of some experts.
+    pub const EXPERTS: [Self; 3] = [Self::ExpertGate, Self::ExpertUp, Self::ExpertDown];
 }
 
 impl LayerSpec {

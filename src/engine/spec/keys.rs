@@ -2,12 +2,12 @@
 
 use super::{
     family::{
-        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, LocalAttention, Pairing,
-        Temperature,
+        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LocalAttention,
+        Pairing, Temperature,
     },
     limits::{
-        FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, POSITIONS_MAX,
-        TAPS_MAX, WIDTH_MAX, len, root,
+        EXPERTS_MAX, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX,
+        POSITIONS_MAX, TAPS_MAX, WIDTH_MAX, len, root,
     },
     rotation::Rotation,
 };
@@ -79,6 +79,27 @@ impl Keys<'_> {
             Ok(count) if count <= limit => Ok(Some(count)),
             _ => Err(self.wrong(key, format!("`{first}` is not a number from 1 to {limit}"))),
         }
+    }
+
+    /// The mixture of experts, if the model has one.
+    pub(super) fn experts(
+        &self,
+        architecture: Architecture,
+    ) -> Result<Option<ExpertSpec>, LoadErrorKind> {
+        let count = self.optional("expert_count", EXPERTS_MAX)?;
+        let Some(count) = count.filter(|&count| count > 0) else {
+            return Ok(None);
+        };
+        if !architecture.has_experts() {
+            let problem = format!("a mixture of {count} experts is not supported");
+            return Err(self.wrong("expert_count", problem));
+        }
+        let used = self.count("expert_used_count", count)?;
+        let inner = match self.optional("expert_feed_forward_length", WIDTH_MAX)? {
+            Some(inner) => self.positive("expert_feed_forward_length", Some(inner))?,
+            None => self.count_of_layers("feed_forward_length", WIDTH_MAX)?,
+        };
+        Ok(Some(ExpertSpec { count, used, inner }))
     }
 
     /// A fraction; its default if the file has none or 0.

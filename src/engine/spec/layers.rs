@@ -2,8 +2,8 @@
 
 use super::{
     family::{
-        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, HeadNorms, LayerSpec, Matrix,
-        Role, Vector,
+        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms, LayerSpec,
+        Matrix, Role, Vector,
     },
     tensors::{bad_shape, tensor, vector},
 };
@@ -20,6 +20,7 @@ pub(super) struct LayerBuilder<'spec> {
     pub(super) prefix: String,
     pub(super) width: usize,
     pub(super) feed_forward: usize,
+    pub(super) experts: Option<&'spec ExpertSpec>,
     pub(super) attention: &'spec AttentionSpec,
 }
 
@@ -190,6 +191,9 @@ impl LayerBuilder<'_> {
         if architecture.norms().before {
             vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
         }
+        if let Some(experts) = self.experts {
+            return self.mixture(experts, matrices);
+        }
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
             let [gate, up] = self.parts("ffn_up.weight", self.width, [self.feed_forward; 2])?;
@@ -221,6 +225,28 @@ impl LayerBuilder<'_> {
             (Vector::FfnDownBias, "ffn_down.bias", self.width),
         ] {
             self.bias(bias, name, elements, vectors)?;
+        }
+        Ok(())
+    }
+
+    fn mixture(&self, spec: &ExpertSpec, matrices: &mut Vec<Matrix>) -> Result<(), LoadErrorKind> {
+        let (width, inner) = (self.width, spec.inner);
+        matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
+        for (role, name, columns, rows) in [
+            (Role::ExpertGate, "ffn_gate_exps.weight", width, inner),
+            (Role::ExpertUp, "ffn_up_exps.weight", width, inner),
+            (Role::ExpertDown, "ffn_down_exps.weight", inner, width),
+        ] {
+            if self.find(name).is_none() && self.find(OLD_EXPERT).is_some() {
+                return Err(LoadErrorKind::OldExperts);
+            }
+            let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
+            let dims = [columns, rows, spec.count];
+            if !info.has_dims(&dims.map(|dim| dim as u64)) {
+                return Err(bad_shape(info, &format!("{dims:?}")));
+            }
+            let rows = rows.saturating_mul(spec.count);
+            matrices.push(Self::matrix_of(role, info.clone(), columns, rows));
         }
         Ok(())
     }
@@ -327,3 +353,6 @@ impl LayerBuilder<'_> {
         ))
     }
 }
+
+/// The first expert's gate in files of before April 2024, when each expert had tensors of its own.
+const OLD_EXPERT: &str = "ffn_gate.0.weight";

@@ -11,6 +11,8 @@ pub(super) fn len(number: u64) -> usize {
 
 /// Four times the width of the largest current dense models.
 pub(super) const WIDTH_MAX: usize = 1 << 18;
+/// llama.cpp's `LLAMA_MAX_EXPERTS`.
+pub(super) const EXPERTS_MAX: usize = 512;
 pub(super) const HEADS_MAX: usize = 1024;
 pub(super) const HEAD_DIM_MAX: usize = 1024;
 /// Kernels process heads in steps of this many elements.

@@ -71,34 +71,36 @@ impl<'a> Shrink<'a> {
     /// Returns reductions of layers and chunk, cheapest first; each frees more than the one before.
     pub(crate) fn weights(&self) -> Vec<Less> {
         let (shape, from) = (self.bounds.shape, self.from);
-        let streamed = shape.bytes_without(&from.resident);
-        let ring = if streamed == Bytes::ZERO {
-            shape.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
-        let mut sums = vec![Bytes::ZERO];
-        for index in self.layers() {
-            let sum = sums.last().copied().unwrap_or_default();
-            sums.push(sum.saturating_add(self.bounds.layer_bytes(index)));
+        let streamed = shape.missing(&from.resident);
+        // The first part that is read through the ring needs one.
+        let has_ring = shape.ring_beside(&from.resident) > Bytes::ZERO;
+        let (mut sums, mut ring) = (vec![(streamed, Bytes::ZERO)], Bytes::ZERO);
+        for part in self
+            .layers()
+            .into_iter()
+            .filter_map(|index| self.bounds.part(index))
+        {
+            if part.is_streamed() && !has_ring {
+                ring = shape.ring_bytes;
+            }
+            let (sum, _) = sums.last().copied().unwrap_or_default();
+            sums.push((sum.with(part), ring));
         }
         let mut all = Vec::new();
         for chunk in BTreeSet::from([from.prefill_chunk, self.least_chunk()]) {
             let workspace = shape.chunk_bytes(chunk, from.prefill_chunk);
-            for (layers, sum) in sums.iter().enumerate() {
-                // The first streamed layer needs a ring. A reduction of fewer bytes than the ring would enlarge this
-                // half of the plan, and the lease would not cover it until the KV half has freed memory.
-                if layers > 0 && *sum <= ring {
+            for (layers, (less, ring)) in sums.iter().enumerate() {
+                // A reduction of fewer bytes than the ring would enlarge this half of the plan, and the lease would not
+                // cover it until the KV half has freed memory.
+                let given = less.bytes.saturating_sub(streamed.bytes);
+                if layers > 0 && given <= *ring {
                     continue;
                 }
-                let less = streamed.saturating_add(*sum);
                 all.push(Less {
-                    gives: sum
-                        .saturating_sub(if layers > 0 { ring } else { Bytes::ZERO })
-                        .saturating_add(workspace),
+                    gives: given.saturating_sub(*ring).saturating_add(workspace),
                     price_us: self
                         .price
-                        .weights_given_up((streamed, from.prefill_chunk), (less, chunk)),
+                        .weights_given_up((streamed, from.prefill_chunk), (*less, chunk)),
                     layers,
                     chunk,
                     ..self.nothing()

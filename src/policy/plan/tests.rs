@@ -11,11 +11,7 @@ use crate::{
 
 fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
     let sample = sample_shape(0, Bytes::ZERO);
-    let layer = |bytes: &u64| LayerShape {
-        kind: LayerKind::Attention,
-        part: 0,
-        resident_bytes: Bytes::new(*bytes),
-    };
+    let layer = |bytes: &u64| LayerShape::new(LayerKind::Attention, 0, Bytes::new(*bytes));
     ModelShape {
         layers: layers.iter().map(layer).collect(),
         fixed_bytes: Bytes::new(5000),
@@ -58,6 +54,43 @@ const MODES: [ResidencyMode; 3] = [
     ResidencyMode::MaxContext,
     ResidencyMode::MaxSpeed,
 ];
+
+/// Makes a mixture of a shape: of `parts` parts, the first is a layer, and the others have its experts.
+fn let_most_be_experts(shape: &mut ModelShape, parts: u32) {
+    for (number, part) in (0..).zip(&mut shape.layers) {
+        part.part = number % parts;
+        if part.part > 0 {
+            (part.kind, part.used) = (LayerKind::Experts, 62);
+        }
+    }
+}
+
+#[test]
+fn experts_are_shed_first_need_no_ring_and_grow_last() {
+    let mut shape = shape(&[10 << 20; 12], 24 << 20, 64);
+    let_most_be_experts(&mut shape, 3);
+    let limits = limits(ResidencyMode::MaxSpeed);
+    let full = shape.full_plan(&limits);
+    let giving = Giving {
+        pay: None,
+        droppable: Tokens::ZERO,
+        chunk: false,
+    };
+    let shrink = Shrink::new(&shape, &limits, &full, KvContents::to_come(&limits), giving);
+    let fewer = shrink.to_give(Bytes::from_mib(30));
+    let given = shape.plan_bytes(&full) - shape.plan_bytes(&fewer);
+    assert_eq!(given, Bytes::from_mib(30), "three parts, and no ring");
+    for layer in [0, 3, 6, 9] {
+        assert!(fewer.resident.contains(&layer), "{fewer:?}");
+    }
+    // Without room for all, the layers come first.
+    let floor = shape.plan_bytes(&shape.floor_plan(&limits));
+    let some = shape.plan(floor + Bytes::from_mib(20), &limits).unwrap();
+    assert_eq!(
+        some.resident.iter().filter(|part| *part % 3 == 0).count(),
+        4
+    );
+}
 
 #[test]
 fn streamed_layers_are_spread_through_the_depth() {
@@ -220,12 +253,17 @@ proptest! {
         mode in prop::sample::select(MODES.to_vec()),
         kinds in (prop::sample::select(KvType::ALL.to_vec()), prop::sample::select(KvType::ALL.to_vec())),
         windowed in prop::option::of((1u32..=2, 1u32..40)),
+        experts in prop::option::of(2u32..6),
         less in 0u64..3_000_000,
         (more, need) in (0u64..1_000_000, 0u64..1_000_000),
     ) {
         let kv = KvContents { touched: Tokens::new(4096), used: Tokens::new(used), ..KvContents::default() };
         let mut shape = shape(&layers, ring, block);
         shape.kv.windowed = windowed.map(|(layers, blocks)| WindowedKv { layers, blocks });
+        if let Some(parts) = experts {
+            let_most_be_experts(&mut shape, parts);
+        }
+        let layers = shape.layer_count() as usize;
         let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits_with(mode, kinds) };
         let floor = shape.plan_bytes(&shape.floor_plan(&limits));
         let small = shape.plan(Bytes::new(less), &limits);
@@ -239,7 +277,7 @@ proptest! {
             prop_assert!(small.resident.is_subset(&large.resident));
             prop_assert!(small.kv_capacity <= large.kv_capacity && small.kv_type <= large.kv_type);
             prop_assert!(small.kv_type >= limits.kv_type_least && large.kv_type <= limits.kv_type);
-            prop_assert!(small.resident.len() >= layers.len().min(resident_min as usize));
+            prop_assert!(small.resident.len() >= layers.min(resident_min as usize));
         }
         if let Ok(small) = shape.plan(Bytes::new(less), &limits) {
             let grown = shape.grown(&small, Bytes::new(less + more), &limits, &kv);
@@ -258,7 +296,7 @@ proptest! {
             prop_assert!(given >= need.min(weights + in_kv), "{} of {}", given, need);
             prop_assert!(shrunk.resident.is_subset(&grown.resident) && shrunk.kv_capacity <= grown.kv_capacity);
             prop_assert!(shrunk.kv_capacity.get() >= used && shrunk.kv_capacity.get().is_multiple_of(block));
-            prop_assert!(shrunk.resident.len() >= layers.len().min(resident_min as usize));
+            prop_assert!(shrunk.resident.len() >= layers.min(resident_min as usize));
             prop_assert!((limits.kv_type_least..=grown.kv_type).contains(&shrunk.kv_type));
             // No other number of layers and blocks frees as much at a lower price.
             let price = shrink.price_of(&shrunk);
@@ -307,7 +345,7 @@ proptest! {
         prop_assert!(plan.resident.len() >= from.resident.len().min(resident_min as usize));
         prop_assert_eq!((plan.kv_capacity, plan.kv_type), (from.kv_capacity, from.kv_type));
         let prompts = |plan: &EnginePlan| {
-            Price::new(&shape, &limits).prompts_us(shape.bytes_without(&plan.resident), plan.prefill_chunk)
+            Price::new(&shape, &limits).prompts_us(shape.missing(&plan.resident).bytes, plan.prefill_chunk)
         };
         prop_assert!(prompts(&plan) <= prompts(&from) - prompts(&from) / GAIN_LEAST);
         prop_assert_eq!(shape.rechunked(&plan, within, &limits), None, "once is enough");

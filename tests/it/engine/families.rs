@@ -272,7 +272,10 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             "it is the vision part of a model: name the file of the model itself, without `mmproj`",
         ),
         ("gemma3n", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
-        ("qwen35moe", "use a dense Qwen3.5, for example 4B Q4_K_M"),
+        (
+            "qwen35moe",
+            "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
+        ),
         (
             "gpt-oss",
             "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
@@ -288,7 +291,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             error.kind().to_string(),
             format!(
                 "architecture `{name}` is not supported; supported are exaone4, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, \
-                 qwen3, qwen35, qwen3vl and smollm3"
+                 qwen3, qwen3moe, qwen35, qwen3vl, qwen3vlmoe and smollm3"
             )
         );
         assert_eq!(error.hint(), Some(hint));
@@ -302,7 +305,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
     assert_eq!(error.kind().to_string(), experts);
     assert_eq!(
         error.hint(),
-        Some("use a dense Qwen3.5, for example 4B Q4_K_M")
+        Some("use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M")
     );
     for (number, name, hint) in [
         (40u32, "NVFP4", "take the Q4_K_M file of the same model"),

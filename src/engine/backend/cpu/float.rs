@@ -134,6 +134,13 @@ kernel! {
         }
     }
 
+    /// `y += x · by`.
+    pub(crate) fn add_scaled(y: &mut [f32], x: &[f32], by: f32) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = x.mul_add(by, *y);
+        }
+    }
+
     /// `y += x`.
     pub(crate) fn add(y: &mut [f32], x: &[f32]) {
         for (y, x) in y.iter_mut().zip(x) {

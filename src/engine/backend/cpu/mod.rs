@@ -21,8 +21,8 @@ use candle_core::quantized::k_quants::{
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm,
-    Operation, Prepare, Region, RowBytes, Span, View, Widen,
+    Activate, Backend, Buffer, Combine, Device, DeviceError, Fence, Finish, Gather, Limits,
+    Multiply, Norm, Operation, Prepare, Region, RowBytes, Span, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -185,6 +185,7 @@ unsafe impl Backend for Cpu {
         match &operation {
             Operation::Activate(job) => activate(pool, isa, job, &mut Access::new(owner)),
             Operation::Attend(job) => attention::attend(pool, isa, job, &mut Access::new(owner)),
+            Operation::Combine(job) => combine(pool, isa, job, &mut Access::new(owner)),
             Operation::Convert(job) => {
                 cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?)
             }
@@ -203,6 +204,7 @@ unsafe impl Backend for Cpu {
                 Ok(())
             }
             Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
+            Operation::Gather(job) => gather(pool, isa, job, &mut Access::new(owner)),
             Operation::Move { from, to } => move_bytes(pool, (from, to), &Access::new(owner)),
             Operation::Multiply(job) => {
                 multiply(pool, isa, job, &mut Access::new(owner))?;
@@ -288,6 +290,54 @@ fn norm<'op>(
         unsafe { copying.row(row, normed) };
     });
     Ok(())
+}
+
+fn gather<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Gather<'_>,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
+    let width = job.width.max(1);
+    let to = access.write(&job.to)?;
+    let from = access.read(&job.from)?;
+    for (row, to) in job.rows.iter().zip(to.chunks_exact_mut(width)) {
+        let start = *row as usize * width;
+        let from = from.get(start..start + width).ok_or_else(no_row)?;
+        to.copy_from_slice(from);
+    }
+    copy_rows(pool, isa, &job.prepare, (to, width), access)
+}
+
+fn combine<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Combine<'_>,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
+    let width = job.width.max(1);
+    let to = access.write(&job.to)?;
+    let from = access.read(&job.from)?;
+    let rows = to.len() / width;
+    let each = job.terms.len() / rows.max(1);
+    let held = from.len() / width;
+    if job.terms.iter().any(|(row, _)| *row as usize >= held) {
+        return Err(no_row());
+    }
+    let to = Share::new(to);
+    pool.run(rows, &|row| {
+        // SAFETY: each row is one item.
+        let to = unsafe { to.slice(row * width, width) };
+        to.fill(0.0);
+        for (term, factor) in &job.terms[row * each..][..each] {
+            float::add_scaled(isa, to, &from[*term as usize * width..][..width], *factor);
+        }
+    });
+    Ok(())
+}
+
+fn no_row() -> DeviceError {
+    DeviceError::new("a row that does not exist is used".to_owned())
 }
 
 fn multiply<'op>(

@@ -244,6 +244,9 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
             ));
         }
     }
+    if spec.experts.is_some() {
+        return Some("it is a mixture of experts, for which there is no kernel".to_owned());
+    }
     let recurrent = match spec.recurrent? {
         RecurrentSpec::Convolution(_) => {
             return Some("it has short convolutions, for which there is no kernel".to_owned());

@@ -94,9 +94,11 @@ impl Launcher {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
-            Operation::Convolve(_) => Err(DeviceError::new(
-                "there is no kernel for short convolutions".to_owned(),
-            )),
+            Operation::Combine(_) | Operation::Convolve(_) | Operation::Gather(_) => {
+                Err(DeviceError::new(
+                    "there is no kernel for mixtures and short convolutions".to_owned(),
+                ))
+            }
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
@@ -912,8 +914,10 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
             job.rows == 1 && job.products.iter().all(|product| product.part.is_some())
         }
         Operation::Norm(job) => job.stream.len() == 4 * job.width,
-        Operation::Convert(_)
+        Operation::Combine(_)
+        | Operation::Convert(_)
         | Operation::Convolve(_)
+        | Operation::Gather(_)
         | Operation::Fill { .. }
         | Operation::Move { .. }
         | Operation::Rotate(_)

@@ -33,7 +33,7 @@ impl Disk {
     /// Replaces the model's disk, with `limit` as its time limit.
     fn put_into(model: &mut Model, limit: DiskTimeout) -> Arc<Self> {
         let disk = Arc::new(Self {
-            file: Arc::clone(model.weights.file()),
+            file: Arc::clone(model.weights.source()),
             hangs: AtomicBool::new(false),
             hanging: AtomicUsize::new(0),
         });
@@ -236,7 +236,7 @@ impl Slow {
     fn put_into(model: &mut Model, part: usize, limit: DiskTimeout) -> Arc<Self> {
         let runs = model.layout.parts[part].runs.iter();
         let disk = Arc::new(Self {
-            file: Arc::clone(model.weights.file()),
+            file: Arc::clone(model.weights.source()),
             fast: runs.map(|(extent, _)| extent.clone()).collect(),
             open: AtomicBool::new(false),
         });

@@ -35,7 +35,7 @@ impl Refusing {
 
     /// Counts the owners of the file at each allocation from now on.
     pub(super) fn watch(&self, model: &Model) {
-        *self.0.file.lock().unwrap() = Some(Arc::downgrade(model.weights.file()));
+        *self.0.file.lock().unwrap() = Some(Arc::downgrade(model.weights.source()));
     }
 
     /// Maximum number of owners of the file.

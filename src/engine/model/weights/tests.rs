@@ -71,6 +71,7 @@ impl Hanging {
             file,
             fixed,
             layout.parts.len(),
+            None,
             (None, DiskTimeout::new(Duration::from_millis(1))),
         );
         let mut hanging = Self {
@@ -149,7 +150,7 @@ fn a_disk_that_hangs_keeps_two_rings_and_four_threads_however_often_it_is_asked(
                 && hanging.weights.hung(&"it".into()).is_some()
         );
         assert!(
-            hanging.weights.needs_stream(),
+            hanging.weights.needs_stream(&hanging.layout),
             "the next one is to try it again"
         );
     }

@@ -1,0 +1,463 @@
+//! A mixture of experts: the feed-forward part of a layer, of which each token uses a few.
+
+use std::{collections::VecDeque, time::Instant};
+
+use super::{
+    forward::Pass,
+    products::Failure,
+    weights::{Place, Weights},
+    workspace::Slot,
+};
+use crate::{
+    backend::{Activate, Backend, Combine, Gather, Multiply, Operation, Product, Span, View},
+    preemption::{Preempt, Preemption, Work},
+    reader::Missing,
+    shape::{ExpertLayout, Layout},
+    spec::{ExpertSpec, LayerSpec, Matrix, Role, Vector},
+};
+
+/// Experts of the rows of a chunk.
+#[derive(Debug, PartialEq)]
+struct Choice {
+    /// By number.
+    experts: Vec<Chosen>,
+    /// For each row, its outputs and their weights, by number of the expert.
+    terms: Vec<(u32, f32)>,
+}
+
+/// An expert that some rows have chosen.
+#[derive(Debug, Default, PartialEq)]
+struct Chosen {
+    expert: usize,
+    rows: Vec<u32>,
+    /// Output of the first of these rows.
+    first: usize,
+}
+
+/// Room with an expert's weights.
+#[derive(Clone, Copy, Debug)]
+enum Room {
+    /// A room of the plan.
+    Resident(usize),
+    /// A room of staging.
+    Staged(usize),
+}
+
+impl Pass<'_, '_> {
+    /// Computes the mixture of a layer. The outputs of a row are added in the order of the experts' numbers, so that its
+    /// bits depend on nothing else.
+    pub(super) fn mixture(&mut self, index: usize, spec: &ExpertSpec) -> Result<(), Failure> {
+        let (width, count) = (self.model.spec.width, spec.count);
+        self.norm(index, Vector::FfnNorm, &[Role::Router])?;
+        self.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
+        let workspace = &self.model.workspace;
+        let logits = self
+            .model
+            .backend
+            .read(&workspace.third, 0..self.rows * count)?;
+        let choice = Choice::of(logits, spec);
+        self.experts(index, &choice)?;
+        let workspace = &self.model.workspace;
+        self.model.backend.queue(Operation::Combine(Combine {
+            from: workspace.experts.view(0..self.rows * spec.used * width),
+            terms: choice.terms.into(),
+            width,
+            to: workspace.normed.view(0..self.rows * width),
+        }))?;
+        self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
+        Ok(())
+    }
+
+    /// Computes the chosen experts, first those in memory; the others are read meanwhile.
+    fn experts(&mut self, index: usize, choice: &Choice) -> Result<(), Failure> {
+        let place = self.place_of_experts(index)?;
+        let mut left: Vec<usize> = (0..choice.experts.len()).collect();
+        let mut asked: VecDeque<(usize, usize)> = VecDeque::new();
+        let before = self
+            .model
+            .weights
+            .begin_experts(&self.model.layout, &mut self.preemption)?;
+        while !left.is_empty() {
+            let number = |at: usize| choice.experts.get(at).map(|chosen| chosen.expert);
+            let weights = &mut self.model.weights;
+            let is_here =
+                |at: usize| number(at).is_some_and(|expert| weights.has_expert(index, expert));
+            let here = left.iter().position(|at| is_here(*at));
+            let absent = left.iter().copied().filter(|at| !is_here(*at));
+            let wanted: Vec<usize> = absent
+                .filter(|at| !asked.iter().any(|(one, _)| one == at))
+                .collect();
+            for at in wanted {
+                let expert = (index, number(at).ok_or(Failure::NoMatrix)?);
+                match weights.ask_for_expert(&self.model.layout, expert)? {
+                    Some(room) => asked.push_back((at, room)),
+                    None => break,
+                }
+            }
+            let (at, room) = match here.map(|here| left.remove(here)) {
+                Some(at) => {
+                    let expert = number(at).ok_or(Failure::NoMatrix)?;
+                    let room = weights
+                        .expert_room(index, expert)
+                        .ok_or(Failure::NoMatrix)?;
+                    (at, Room::Resident(room))
+                }
+                None => {
+                    let (at, room) = asked.pop_front().ok_or(Failure::NoMatrix)?;
+                    if !weights.wait_for_expert(room, &mut self.preemption)? {
+                        asked.push_front((at, room));
+                        self.preempt(Preempt::Pause, place)?;
+                        continue;
+                    }
+                    if !left.contains(&at) {
+                        // It has become resident meanwhile.
+                        self.model.weights.free_expert(room);
+                        continue;
+                    }
+                    left.retain(|one| *one != at);
+                    (at, Room::Staged(room))
+                }
+            };
+            let chosen = choice.experts.get(at).ok_or(Failure::NoMatrix)?;
+            self.expert(index, chosen, room)?;
+            if let Room::Staged(room) = room {
+                let expert = (index, chosen.expert);
+                // A chunk uses most experts once: only an empty room is worth filling.
+                let since = if self.rows < KEPT_ROWS { before } else { 0 };
+                let (backend, layout) = (self.model.backend.as_mut(), &self.model.layout);
+                let weights = &mut self.model.weights;
+                weights.keep_expert(backend, layout, expert, (room, since))?;
+            }
+            if self.rows > 1 {
+                let found = self.preemption.check_if_due();
+                self.preempt(found, place)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes one expert for its rows.
+    fn expert(&mut self, index: usize, chosen: &Chosen, room: Room) -> Result<(), Failure> {
+        let spec = self.model.spec.experts.ok_or(Failure::NoMatrix)?;
+        let (width, inner, rows) = (self.model.spec.width, spec.inner, chosen.rows.len());
+        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let mut weights = Vec::with_capacity(Role::EXPERTS.len());
+        for (at, role) in Role::EXPERTS.into_iter().enumerate() {
+            let view =
+                self.model
+                    .weights
+                    .expert(&self.model.layout, (index, chosen.expert), room, at);
+            weights.push(view.zip(matrix_of(layer, role)).ok_or(Failure::NoMatrix)?);
+        }
+        let [gate, up, down] = &weights[..] else {
+            return Err(Failure::NoMatrix);
+        };
+        let work = &self.model.workspace;
+        let product = |(weight, matrix): &(View, &Matrix), rows: usize, out: View| Product {
+            weight: weight.clone(),
+            part: None,
+            dtype: matrix.tensor.dtype,
+            rows,
+            columns: matrix.columns,
+            out,
+            stride: rows,
+            first: 0,
+        };
+        let (wide, second) = (
+            work.wide.view(0..rows * inner),
+            work.second.view(0..rows * inner),
+        );
+        let input = work.mixed.view(0..rows * width);
+        let gather = Gather {
+            from: work.normed.view(0..self.rows * width),
+            rows: chosen.rows.as_slice().into(),
+            width,
+            to: input.clone(),
+            prepare: self.prepare(index, &[Role::ExpertGate, Role::ExpertUp], 0),
+        };
+        let products = [
+            product(gate, inner, wide.clone()),
+            product(up, inner, second.clone()),
+        ];
+        let gated = Multiply {
+            products: products.as_slice().into(),
+            input,
+            copies: work.copies(),
+            rows,
+            activate: Some(Activate {
+                activation: self.model.spec.activation,
+                gate: wide.clone(),
+                up: second,
+                gate_bias: None,
+                up_bias: None,
+                width: inner,
+                prepare: self.prepare(index, &[Role::ExpertDown], 0),
+            }),
+        };
+        let out = chosen.first * width..(chosen.first + rows) * width;
+        let products = [product(down, width, work.experts.view(out))];
+        let output = Multiply {
+            products: products.as_slice().into(),
+            input: wide,
+            copies: work.copies(),
+            rows,
+            activate: None,
+        };
+        let began = Instant::now();
+        self.model.backend.queue(Operation::Gather(gather))?;
+        self.model.backend.queue(Operation::Multiply(gated))?;
+        self.model.backend.queue(Operation::Multiply(output))?;
+        if self.rows > 1 {
+            let work = (3 * width * inner * rows) as u64;
+            let backend = self.model.backend.as_mut();
+            self.preemption
+                .queued(backend, Work::Products, work, began)?;
+        }
+        Ok(())
+    }
+
+    fn place_of_experts(&self, index: usize) -> Result<Place, Failure> {
+        let experts = self.model.layout.experts.as_ref();
+        let rooms = experts.and_then(|experts| experts.layers.get(index));
+        Ok(Place {
+            part: rooms.ok_or(Failure::NoMatrix)?.parts.start,
+            piece: 0,
+        })
+    }
+}
+
+fn matrix_of(layer: &LayerSpec, role: Role) -> Option<&Matrix> {
+    layer.matrix(role).map(|(_, matrix)| matrix)
+}
+
+impl Weights {
+    /// Prepares for the experts of a layer; returns the number of uses so far.
+    fn begin_experts(
+        &mut self,
+        layout: &Layout,
+        preemption: &mut Preemption<'_>,
+    ) -> Result<u64, Failure> {
+        let (limit, experts) = self.experts_by();
+        let (experts, layout) = experts
+            .zip(layout.experts.as_ref())
+            .ok_or(Failure::NoMatrix)?;
+        let mut patience = || preemption.check() != Preempt::Stop;
+        match experts.begin(layout, limit, &mut patience) {
+            Ok(()) => Ok(experts.clock()),
+            Err(Missing::Stopped) => Err(Failure::Stopped),
+            Err(missing) => Err(Failure::Missing(missing)),
+        }
+    }
+
+    fn has_expert(&self, layer: usize, expert: usize) -> bool {
+        self.experts()
+            .is_some_and(|experts| experts.has(layer, expert))
+    }
+
+    fn expert_room(&mut self, layer: usize, expert: usize) -> Option<usize> {
+        self.experts_by().1?.use_room(layer, expert)
+    }
+
+    fn ask_for_expert(
+        &mut self,
+        layout: &Layout,
+        expert: (usize, usize),
+    ) -> Result<Option<usize>, Failure> {
+        let source = std::sync::Arc::clone(self.source());
+        let (_, experts) = self.experts_by();
+        let (experts, layout) = experts
+            .zip(layout.experts.as_ref())
+            .ok_or(Failure::NoMatrix)?;
+        experts
+            .ask(&source, layout, expert)
+            .map_err(Failure::Missing)
+    }
+
+    /// Waits for a room of staging; returns whether it is filled, or a plan has arrived.
+    fn wait_for_expert(
+        &mut self,
+        room: usize,
+        preemption: &mut Preemption<'_>,
+    ) -> Result<bool, Failure> {
+        let asked = Instant::now();
+        let (limit, experts) = self.experts_by();
+        let experts = experts.ok_or(Failure::NoMatrix)?;
+        let mut patience = || preemption.check() == Preempt::No;
+        let waited = experts.wait(room, limit, &mut patience);
+        self.note_waited(asked.elapsed());
+        match waited {
+            Ok(()) => Ok(true),
+            Err(Missing::Stopped) if preemption.check() == Preempt::Pause => Ok(false),
+            Err(Missing::Stopped) => Err(Failure::Stopped),
+            Err(missing) => Err(Failure::Missing(missing)),
+        }
+    }
+
+    fn free_expert(&mut self, room: usize) {
+        if let (_, Some(experts)) = self.experts_by() {
+            experts.free(room);
+        }
+    }
+
+    /// Weights of an expert for one of [`Role::EXPERTS`].
+    fn expert(
+        &self,
+        layout: &Layout,
+        (layer, expert): (usize, usize),
+        room: Room,
+        at: usize,
+    ) -> Option<View> {
+        let (experts, layout) = self.experts().zip(layout.experts.as_ref())?;
+        let rooms = layout.layers.get(layer)?;
+        let extent = rooms.extents.get(expert)?.get(at)?;
+        let (_, offset) = rooms.places.get(at)?;
+        let span = (offset + extent.lead(), extent.bytes);
+        match room {
+            Room::Staged(room) => Some(experts.staged(layout, room, span)),
+            Room::Resident(room) => {
+                let (part, number) = experts.place(layer, room)?;
+                let arena = self.arena(part)?;
+                Some(arena.view_bytes(number * rooms.room + span.0, span.1))
+            }
+        }
+    }
+
+    /// Copies an expert from a room of staging to one of its layer that was not used after `since`, if there is one, and
+    /// returns the room of staging.
+    fn keep_expert(
+        &mut self,
+        backend: &mut dyn Backend,
+        layout: &Layout,
+        (layer, expert): (usize, usize),
+        (staged, since): (usize, u64),
+    ) -> Result<(), Failure> {
+        let all: &ExpertLayout = layout.experts.as_ref().ok_or(Failure::NoMatrix)?;
+        let bytes = all.layers.get(layer).ok_or(Failure::NoMatrix)?.room;
+        let resident: Vec<bool> = (0..layout.parts.len())
+            .map(|part| self.arena(part).is_some())
+            .collect();
+        let is_resident = |part: usize| resident.get(part).copied().unwrap_or(false);
+        let experts = self.experts_by().1.ok_or(Failure::NoMatrix)?;
+        let room = experts.take_room(layer, since, is_resident);
+        let place = room.and_then(|room| experts.place(layer, room));
+        let from = experts.staged(all, staged, (0, bytes));
+        if let Some((part, number)) = place {
+            let arena = self.arena(part).ok_or(Failure::NoMatrix)?;
+            let to = arena.view_bytes(number * bytes, bytes);
+            backend.queue(Operation::Move {
+                from: Span::Buffer(from),
+                to: Span::Buffer(to),
+            })?;
+        }
+        // The readers may fill it again once nothing queued reads it.
+        let fence = backend.mark();
+        backend.wait(fence)?;
+        let experts = self.experts_by().1.ok_or(Failure::NoMatrix)?;
+        if let Some(room) = room {
+            experts.keep(layer, room, expert);
+        }
+        experts.free(staged);
+        Ok(())
+    }
+}
+
+impl Choice {
+    /// Chooses by the logits of a router: by a softmax over all, with weights that sum to one.
+    fn of(logits: &[f32], spec: &ExpertSpec) -> Self {
+        let rows = logits.chunks_exact(spec.count.max(1));
+        let chosen: Vec<Vec<(usize, f32)>> = rows.map(|row| best_of(row, spec.used)).collect();
+        let mut experts: Vec<Chosen> = (0..spec.count)
+            .map(|expert| Chosen {
+                expert,
+                ..Chosen::default()
+            })
+            .collect();
+        for (row, chosen) in (0u32..).zip(&chosen) {
+            for (expert, _) in chosen {
+                if let Some(one) = experts.get_mut(*expert) {
+                    one.rows.push(row);
+                }
+            }
+        }
+        let mut first = 0;
+        for one in &mut experts {
+            one.first = first;
+            first += one.rows.len();
+        }
+        let mut terms = Vec::with_capacity(first);
+        for (row, chosen) in (0u32..).zip(&chosen) {
+            for (expert, weight) in chosen {
+                let one = experts.get(*expert);
+                let output =
+                    one.and_then(|one| Some(one.first + one.rows.binary_search(&row).ok()?));
+                let output = output.and_then(|output| u32::try_from(output).ok());
+                terms.push((output.unwrap_or(u32::MAX), *weight));
+            }
+        }
+        experts.retain(|one| !one.rows.is_empty());
+        Self { experts, terms }
+    }
+}
+
+/// The `used` most probable experts of a token and their weights, by number; of equals, those with the smaller numbers.
+fn best_of(logits: &[f32], used: usize) -> Vec<(usize, f32)> {
+    let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f32> = logits
+        .iter()
+        .map(|logit| (logit - greatest).exp())
+        .collect();
+    let all: f32 = powers.iter().sum();
+    let mut best: Vec<(usize, f32)> = powers.iter().map(|power| power / all).enumerate().collect();
+    best.sort_by(|one, other| other.1.total_cmp(&one.1).then(one.0.cmp(&other.0)));
+    best.truncate(used);
+    best.sort_by_key(|(expert, _)| *expert);
+    let sum: f32 = best.iter().map(|(_, weight)| weight).sum();
+    let sum = sum.max(WEIGHTS_LEAST);
+    best.iter_mut().for_each(|(_, weight)| *weight /= sum);
+    best
+}
+
+/// Least sum of the weights, as in llama.cpp (`build_moe_ffn`): 2^-14.
+const WEIGHTS_LEAST: f32 = 6.103_515_6e-5;
+/// Rows of a chunk from which on its experts replace no others in memory. Our choice: answers that are computed together
+/// are fewer.
+const KEPT_ROWS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEC: ExpertSpec = ExpertSpec {
+        count: 4,
+        used: 2,
+        inner: 1,
+    };
+
+    #[test]
+    fn each_row_has_its_best_experts_by_number_with_weights_that_sum_to_one() {
+        let logits = [0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0];
+        let choice = Choice::of(&logits, &SPEC);
+        let experts: Vec<(usize, &[u32])> = choice
+            .experts
+            .iter()
+            .map(|one| (one.expert, one.rows.as_slice()))
+            .collect();
+        assert_eq!(experts, [(0, &[1][..]), (1, &[0]), (2, &[0]), (3, &[1])]);
+        let outputs: Vec<u32> = choice.terms.iter().map(|(output, _)| *output).collect();
+        assert_eq!(outputs, [1, 2, 0, 3]);
+        let weights: Vec<f32> = choice.terms.iter().map(|(_, weight)| *weight).collect();
+        let first = 1.0 / (1.0 + 1f32.exp());
+        assert!((weights[0] - first).abs() < 1e-6, "{weights:?}");
+        assert!((weights[0] + weights[1] - 1.0).abs() < 1e-6, "{weights:?}");
+        assert_eq!(weights[2..], [0.5, 0.5]);
+    }
+
+    #[test]
+    fn equal_experts_are_taken_by_number_and_numbers_that_are_none_choose_as_many() {
+        let all = |logit: f32| best_of(&[logit; 4], 2);
+        assert_eq!(all(0.5), [(0, 0.5), (1, 0.5)]);
+        assert_eq!(all(f32::NAN).len(), 2);
+        assert_eq!(all(f32::INFINITY).len(), 2);
+        assert_eq!(all(f32::NEG_INFINITY).len(), 2);
+    }
+}
