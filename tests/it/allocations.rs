@@ -121,11 +121,7 @@ fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
 }
 
 fn shape() -> ModelShape {
-    let layer = LayerShape {
-        kind: LayerKind::Attention,
-        part: 0,
-        resident_bytes: Bytes::from_mib(10),
-    };
+    let layer = LayerShape::new(LayerKind::Attention, 0, Bytes::from_mib(10));
     ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen35".to_owned(),

@@ -276,11 +276,7 @@ pub(crate) fn shape() -> ModelShape {
         name: "scripted".to_owned(),
         architecture: "qwen35".to_owned(),
         layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: Bytes::from_kib(4)
-            };
+            LayerShape::new(LayerKind::Attention, 0, Bytes::from_kib(4));
             LAYERS.try_into().unwrap()
         ],
         fixed_bytes: Bytes::ZERO,

@@ -247,20 +247,25 @@ pub(crate) fn largest(worker: &WorkerParams) -> Bytes {
 
 fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
     let layer = rng.random_range(1..12);
+    // Of a mixture, each layer has rooms for experts in parts of their own.
+    let experts = rng.random_range(0..4u32).saturating_sub(1);
+    let layers = (0..rng.random_range(2..14)).flat_map(|index| {
+        let kind = if index % 4 == 3 {
+            LayerKind::Attention
+        } else {
+            LayerKind::Recurrent
+        };
+        let whole = LayerShape::new(kind, 0, mib(layer + u64::from(index % 4 == 3)));
+        let rooms = (1..=experts).map(move |part| LayerShape {
+            used: 62,
+            ..LayerShape::new(LayerKind::Experts, part, mib(2 * layer))
+        });
+        std::iter::once(whole).chain(rooms)
+    });
     ModelShape {
         name: "sim".to_owned(),
         architecture: "qwen35".to_owned(),
-        layers: (0..rng.random_range(2..14))
-            .map(|index| LayerShape {
-                kind: if index % 4 == 3 {
-                    LayerKind::Attention
-                } else {
-                    LayerKind::Recurrent
-                },
-                part: 0,
-                resident_bytes: mib(layer + u64::from(index % 4 == 3)),
-            })
-            .collect(),
+        layers: layers.collect(),
         fixed_bytes: mib(rng.random_range(1..20)),
         state_bytes: mib(1),
         kv: KvShape {

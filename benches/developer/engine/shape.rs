@@ -273,6 +273,7 @@ fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
         // As in the references of llama.cpp.
         windows: (6, 2),
         recurrent: (0, 0, 0),
+        experts: (0, 0),
         vocabulary: 262_144,
         context_max: 32_768,
         tied: true,
@@ -296,6 +297,7 @@ fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Synthetic {
         rotary_base: 1e6,
         windows: (0, 0),
         recurrent: (0, 0, 0),
+        experts: (0, 0),
         vocabulary: 151_936,
         context_max: 32_768,
         tied: true,

@@ -55,14 +55,13 @@ pub(crate) fn shape(full: Bytes) -> ModelShape {
         name: "bench".to_owned(),
         architecture: "qwen35".to_owned(),
         layers: (0..LAYERS)
-            .map(|index| LayerShape {
-                kind: if index % 4 == 3 {
+            .map(|index| {
+                let kind = if index % 4 == 3 {
                     LayerKind::Attention
                 } else {
                     LayerKind::Recurrent
-                },
-                part: 0,
-                resident_bytes: layer,
+                };
+                LayerShape::new(kind, 0, layer)
             })
             .collect(),
         fixed_bytes,

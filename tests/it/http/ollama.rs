@@ -497,14 +497,7 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
     let shape = ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen3".to_owned(),
-        layers: vec![
-            LayerShape {
-                resident_bytes: Bytes::from_mib(2),
-                kind: LayerKind::Attention,
-                part: 0
-            };
-            2
-        ],
+        layers: vec![LayerShape::new(LayerKind::Attention, 0, Bytes::from_mib(2)); 2],
         kv: KvShape {
             attention_layers: 2,
             kv_heads: 1,

@@ -136,14 +136,7 @@ fn shape() -> ModelShape {
     ModelShape {
         name: "sim".to_owned(),
         architecture: "qwen35".to_owned(),
-        layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: mib(12)
-            };
-            4
-        ],
+        layers: vec![LayerShape::new(LayerKind::Attention, 0, mib(12)); 4],
         fixed_bytes: mib(5),
         state_bytes: mib(1),
         kv: KvShape {
