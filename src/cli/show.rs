@@ -292,7 +292,8 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
 
 /// Sequences of the LLM, a row each; the class replaces a missing client name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
-    let mut table = Table::new([
+    let is_saved = sequences.iter().any(|sequence| sequence.disk_bytes > 0);
+    let mut head = vec![
         Column::Text("SEQ"),
         Column::Text("STATE"),
         Column::Figure("KV"),
@@ -302,11 +303,16 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         Column::Figure("REUSED"),
         Column::Figure("ANSWER"),
         Column::Text("CLIENT"),
-    ]);
+    ];
+    if is_saved {
+        head.insert(4, Column::Figure("DISK"));
+    }
+    let mut table = Table::new(head);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
         // What the last request took is known of the last conversation only.
-        let is_beside = sequence.idle.is_some();
+        let is_on_disk = sequence.state() == v1::SequenceState::OnDisk;
+        let is_beside = sequence.idle.is_some() || is_on_disk;
         let figure = |is_known: bool, figure: u32| match is_known {
             true => figure.to_string(),
             false => String::new(),
@@ -315,13 +321,13 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         if let Some(since) = sequence.waited.as_ref().or(sequence.idle.as_ref()) {
             state = format!("{state} {}", span(since));
         }
-        table.row([
+        let mut row = vec![
             match sequence.id {
                 0 => String::new(),
                 id => id.to_string(),
             },
             state,
-            optional((!waits).then_some(sequence.kv_bytes)),
+            optional((!waits && !is_on_disk).then_some(sequence.kv_bytes)),
             optional((sequence.shared_bytes > 0).then_some(sequence.shared_bytes)),
             figure(!waits, sequence.kv_tokens),
             figure(!is_beside, sequence.prompt_tokens),
@@ -335,7 +341,14 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
                 ),
                 client => client.to_owned(),
             },
-        ]);
+        ];
+        if is_saved {
+            row.insert(
+                4,
+                optional((sequence.disk_bytes > 0).then_some(sequence.disk_bytes)),
+            );
+        }
+        table.row(row);
     }
     table.render()
 }

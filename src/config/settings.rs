@@ -216,7 +216,7 @@ pub struct LlmConfig {
     pub parallel: Option<u32>,
     /// Whether tokens are drafted from what prompt and answer repeat. Default true.
     pub drafts: bool,
-    /// Whether conversations are kept on disk while the daemon does not run. Default false.
+    /// Whether idle conversations are saved to disk. Default false.
     pub keep_conversations: bool,
     /// Compute device. Default: a GPU that can compute, else the CPU.
     pub device: DeviceSettings,

@@ -13,11 +13,7 @@
 
 mod answer;
 
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{cmp::Reverse, collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -511,9 +507,7 @@ impl EngineControl {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
-        let weights = shape
-            .bytes_without(&BTreeSet::new())
-            .saturating_add(shape.fixed_bytes);
+        let weights = shape.weights_bytes();
         let streamed = shape.bytes_without(&plan.resident);
         // Each chunk of a prompt also reads the streamed layers: without any, prompt time is computing time.
         if streamed == Bytes::ZERO {
@@ -759,6 +753,8 @@ const PINNED_FOR: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn at(millis: u64) -> Timestamp {

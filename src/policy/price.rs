@@ -98,7 +98,7 @@ impl<'a> Price<'a> {
             shape,
             speed: limits.speed,
             mode: limits.mode,
-            weights: layers.saturating_add(shape.fixed_bytes),
+            weights: shape.weights_bytes(),
             part: (layers.get() / (shape.layers.len() as u64).max(1)).max(1),
             kv_wanted: limits.kv_wanted.min(shape.context_max),
         }

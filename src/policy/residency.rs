@@ -364,6 +364,13 @@ pub struct FloorError {
 }
 
 impl ModelShape {
+    /// Returns the bytes of all weights.
+    #[must_use]
+    pub fn weights_bytes(&self) -> Bytes {
+        self.bytes_without(&BTreeSet::new())
+            .saturating_add(self.fixed_bytes)
+    }
+
     /// Returns the bytes of the parts that are not `resident`.
     #[must_use]
     pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
