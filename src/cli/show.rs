@@ -291,7 +291,8 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
 
 /// Renders sequences of the LLM, a row each; the class replaces a missing client name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
-    let mut table = Table::new([
+    let is_saved = sequences.iter().any(|sequence| sequence.disk_bytes > 0);
+    let mut head = vec![
         Column::Text("SEQ"),
         Column::Text("STATE"),
         Column::Figure("KV"),
@@ -301,11 +302,16 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         Column::Figure("REUSED"),
         Column::Figure("ANSWER"),
         Column::Text("CLIENT"),
-    ]);
+    ];
+    if is_saved {
+        head.insert(4, Column::Figure("DISK"));
+    }
+    let mut table = Table::new(head);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
         // Figures of the last request are known only for the last conversation.
-        let is_beside = sequence.idle.is_some();
+        let is_on_disk = sequence.state() == v1::SequenceState::OnDisk;
+        let is_beside = sequence.idle.is_some() || is_on_disk;
         let figure = |is_known: bool, figure: u32| match is_known {
             true => figure.to_string(),
             false => String::new(),
@@ -314,13 +320,13 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         if let Some(since) = sequence.waited.as_ref().or(sequence.idle.as_ref()) {
             state = format!("{state} {}", span(since));
         }
-        table.row([
+        let mut row = vec![
             match sequence.id {
                 0 => String::new(),
                 id => id.to_string(),
             },
             state,
-            optional((!waits).then_some(sequence.kv_bytes)),
+            optional((!waits && !is_on_disk).then_some(sequence.kv_bytes)),
             optional((sequence.shared_bytes > 0).then_some(sequence.shared_bytes)),
             figure(!waits, sequence.kv_tokens),
             figure(!is_beside, sequence.prompt_tokens),
@@ -334,7 +340,14 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
                 ),
                 client => client.to_owned(),
             },
-        ]);
+        ];
+        if is_saved {
+            row.insert(
+                4,
+                optional((sequence.disk_bytes > 0).then_some(sequence.disk_bytes)),
+            );
+        }
+        table.row(row);
     }
     table.render()
 }

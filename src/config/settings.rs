@@ -210,7 +210,7 @@ pub struct LlmConfig {
     pub parallel: Option<u32>,
     /// Whether repetitions of prompt and answer are used as drafts. Default true.
     pub drafts: bool,
-    /// Whether conversations are saved to disk while the daemon is stopped. Default false.
+    /// Whether idle conversations are saved to disk. Default false.
     pub keep_conversations: bool,
     /// Compute device. Default: a usable GPU, else the CPU.
     pub device: DeviceSettings,

@@ -422,12 +422,20 @@ pub(super) fn start_engine(
         KvMemory::AtOnce => Backing::Now,
     };
     let vocabulary = sayable(llm);
+    let conversations = state_dir.join("conversations");
+    if !llm.keep_conversations
+        && let Err(error) = std::fs::remove_dir_all(&conversations)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(
+            "cannot remove saved conversations `{}`: {error}; remove the folder",
+            conversations.display()
+        );
+    }
     let options = EngineOptions {
         answers_max: llm.parallel.map_or(usize::MAX, |most| most as usize),
         drafts: llm.drafts,
-        conversations: llm
-            .keep_conversations
-            .then(|| state_dir.join("conversations")),
+        conversations: llm.keep_conversations.then_some(conversations),
         ..EngineOptions::default()
     };
     let inspector = Inspector::new(llm, control);
@@ -515,7 +523,7 @@ const NAMED_MAX: usize = 8;
 fn idle_conversation(kept: &Kept) -> IdleConversation {
     IdleConversation {
         capacity: kept.alone,
-        tokens: Tokens::new(kept.tokens.get().saturating_sub(kept.shared.get())),
+        tokens: kept.lost,
         idle_ms: u64::try_from(kept.since.elapsed().as_millis()).unwrap_or(u64::MAX),
         superseded: kept.is_superseded,
     }

@@ -4,7 +4,8 @@ use cotenant_engine::{EngineHandle, EngineSnapshot, RunningRequest};
 use cotenant_rpc::{lease_class, v1};
 use cotenant_units::Tokens;
 
-/// Returns the sequences of an engine: running ones or the last one, parked conversations, and waiting requests.
+/// Returns the sequences of an engine: running ones or the last one, conversations that are parked or on disk, and
+/// waiting requests.
 pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     let snapshot = handle.snapshot();
     let kv = snapshot
@@ -50,7 +51,18 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         .last
         .iter()
         .filter(|_| snapshot.running.is_empty() && snapshot.position > Tokens::ZERO);
-    let kept = last.map(|last| in_cache(last, snapshot.position, v1::SequenceState::Kept));
+    let saved = &snapshot.saved;
+    let on_disk = |number: Option<u64>| {
+        let one = saved
+            .conversations
+            .iter()
+            .find(|one| number == Some(one.number));
+        one.map_or(0, |one| one.bytes.get())
+    };
+    let kept = last.map(|last| v1::Sequence {
+        disk_bytes: on_disk(saved.current),
+        ..in_cache(last, snapshot.position, v1::SequenceState::Kept)
+    });
     let bytes = |tokens| kv.map_or(0, |(shape, kind)| shape.capacity_bytes(tokens, kind).get());
     let beside = snapshot.kept.iter().map(|one| v1::Sequence {
         id: one.request,
@@ -63,6 +75,24 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         }),
         shared_bytes: bytes(one.shared),
         idle: one.since.elapsed().try_into().ok(),
+        disk_bytes: on_disk(one.saved),
+        ..v1::Sequence::default()
+    });
+    let in_memory: Vec<u64> = snapshot
+        .kept
+        .iter()
+        .filter_map(|one| one.saved)
+        .chain(saved.current)
+        .collect();
+    let gone = saved
+        .conversations
+        .iter()
+        .filter(|one| !in_memory.contains(&one.number));
+    let gone = gone.map(|one| v1::Sequence {
+        state: v1::SequenceState::OnDisk.into(),
+        client: one.client.clone().unwrap_or_default(),
+        kv_tokens: one.tokens.get(),
+        disk_bytes: one.bytes.get(),
         ..v1::Sequence::default()
     });
     let waiting = handle.waiting().into_iter().map(|request| v1::Sequence {
@@ -74,7 +104,8 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         waited: request.waited.try_into().ok(),
         ..v1::Sequence::default()
     });
-    running.chain(kept).chain(beside).chain(waiting).collect()
+    let ended = kept.into_iter().chain(beside).chain(gone);
+    running.chain(ended).chain(waiting).collect()
 }
 
 /// Returns the tokens in the KV cache while nothing runs: of the last conversation, and of parked ones with their

@@ -182,6 +182,11 @@ impl StatusBackend for Status {
                 conversations: snapshot.kept.len(),
                 kept: Tokens::new(snapshot.kept.iter().map(|kept| kept.tokens.get()).sum()),
                 shared: Tokens::new(snapshot.kept.iter().map(|kept| kept.shared.get()).sum()),
+                saved: snapshot.saved.conversations.len(),
+                saved_bytes: snapshot.saved.bytes.get(),
+                written: snapshot.saved.counts.saved,
+                read_back: snapshot.saved.counts.reloaded,
+                failed: snapshot.saved.counts.failed,
                 drafted: snapshot.tokens_drafted,
                 accepted: snapshot.drafts_accepted,
             };

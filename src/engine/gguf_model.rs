@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
     thread,
+    time::Duration,
 };
 
 use super::{
@@ -15,7 +16,10 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Asked, Kept, Lane, Model, ModelOptions, Opening, Saved, Scores, Selected, Span},
+    model::{
+        Asked, Kept, Lane, Model, ModelOptions, Opening, SaveDue, SaveStep, SavedView, Scores,
+        Selected, Span,
+    },
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -328,16 +332,37 @@ impl LanguageModel for GgufModel {
         self.model.slice_max()
     }
 
-    fn save_conversations(&mut self, held: &[u32], path: &Path) -> io::Result<Saved> {
-        self.model.save_conversations(held, path)
+    fn open_saved(&mut self, path: &Path) -> io::Result<()> {
+        self.model.open_saved(path)
     }
 
-    fn restore_conversations(
+    fn save_conversation(
         &mut self,
-        path: &Path,
+        held: &[u32],
+        due: SaveDue,
         go_on: &mut dyn FnMut() -> bool,
-    ) -> io::Result<Saved> {
-        self.model.restore_conversations(path, go_on)
+    ) -> SaveStep {
+        self.model.save_conversation(held, due, go_on)
+    }
+
+    fn begin_reload(&mut self, held: &[u32], asked: Asked<'_>, token: Duration) -> Option<bool> {
+        self.model.begin_reload(held, asked, token)
+    }
+
+    fn begin_read_ahead(&mut self, held: &[u32]) -> Option<bool> {
+        self.model.begin_read_ahead(held)
+    }
+
+    fn reload(&mut self, patience: Duration) -> bool {
+        self.model.reload(patience)
+    }
+
+    fn end_reload(&mut self) {
+        self.model.end_reload();
+    }
+
+    fn saved_view(&self, held: &[u32]) -> SavedView {
+        self.model.saved_view(held)
     }
 
     fn kept_conversations(&self) -> Vec<Kept> {

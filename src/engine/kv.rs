@@ -344,20 +344,31 @@ impl KvCache {
         (places, copy.windows.clone(), copy.slots)
     }
 
-    /// Adopts parked sequences and copies by their places, in a cache without any.
-    pub(super) fn take_over(
+    /// Places of the first `tokens` tokens of the sequence.
+    pub(super) fn own_places(&self, tokens: u32) -> &[usize] {
+        self.whole.own_places(blocks_for(&self.shape, tokens))
+    }
+
+    /// Parks the first `blocks` blocks of parked sequence `number` as another sequence; none of `None`.
+    pub(super) fn park_shared(&mut self, number: Option<usize>, blocks: usize) {
+        self.whole.park_shared(number, blocks);
+    }
+
+    /// Takes free places after those of the first `used` tokens for a copy with these windows, whose contents follow.
+    /// Returns `None` if there are too few, or if a copy takes another number of `places`.
+    pub(super) fn place_copy(
         &mut self,
-        parked: Vec<Vec<usize>>,
-        copies: Vec<(Vec<usize>, Range<usize>, usize)>,
-    ) -> Vec<Copy> {
-        let of = copies.into_iter();
-        let (places, windows): (Vec<_>, Vec<_>) = of
-            .map(|(places, windows, slots)| (places, (windows, slots)))
-            .unzip();
-        let ids = self.whole.take_over(parked, places);
-        let copies = ids.into_iter().zip(windows);
-        let copy = |(id, (windows, slots))| Copy { id, windows, slots };
-        copies.map(copy).collect()
+        used: u32,
+        state: Option<&Buffer>,
+        (windows, slots): (Range<usize>, usize),
+        places: usize,
+    ) -> Option<Copy> {
+        let bytes = self.copy_len(state, slots);
+        if self.whole.places_for(bytes)? != places {
+            return None;
+        }
+        let id = self.whole.take(blocks_for(&self.shape, used), bytes)?;
+        Some(Copy { id, windows, slots })
     }
 
     /// Waits until nothing in flight uses the cache.
@@ -375,19 +386,14 @@ impl KvCache {
         self.whole.bytes_at_mut(place)
     }
 
-    /// Records that the first `count` places are about to be populated.
-    pub(super) fn touch_places(&mut self, count: usize) {
-        self.whole.touch_places(count);
-    }
-
     /// Bytes per place.
     pub(super) fn place_len(&self) -> usize {
         self.whole.block_len()
     }
 
-    /// Number of usable places.
-    pub(super) const fn places(&self) -> usize {
-        self.whole.blocks()
+    /// Bytes per place of another type.
+    pub(super) fn place_len_of(&self, kind: KvType) -> usize {
+        self.whole.block_len_of(kind)
     }
 
     /// Drops all copies except `wanted`; their places are free after the next [cut](Self::cut).

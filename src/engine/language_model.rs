@@ -1,12 +1,12 @@
 //! The model as seen by the engine's thread: sequences, plans and memory.
 
-use std::{io, path::Path};
+use std::{io, path::Path, time::Duration};
 
 use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Kept, Lane, Saved, Selected, Span, common_prefix},
+    model::{Asked, Kept, Lane, SaveDue, SaveStep, SavedView, Selected, Span, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -66,24 +66,49 @@ pub trait LanguageModel {
         Vec::new()
     }
 
-    /// Writes the conversations that can be continued to a file, including the sequence, whose tokens are `held`.
+    /// Keeps conversations in a folder, and begins to read which ones it contains.
     ///
     /// # Errors
-    /// When the file cannot be written.
-    fn save_conversations(&mut self, _held: &[u32], _path: &Path) -> io::Result<Saved> {
-        Ok(Saved::default())
+    /// When no thread can be started.
+    fn open_saved(&mut self, _path: &Path) -> io::Result<()> {
+        Ok(())
     }
 
-    /// Restores the conversations of such a file, and removes it; polls `go_on` between reads.
-    ///
-    /// # Errors
-    /// When the file cannot be read, is damaged, or belongs to another model.
-    fn restore_conversations(
+    /// Saves the next conversation that is due, including the sequence, whose tokens are `held`; polls `go_on` between
+    /// transfers.
+    fn save_conversation(
         &mut self,
-        _path: &Path,
+        _held: &[u32],
+        _due: SaveDue,
         _go_on: &mut dyn FnMut() -> bool,
-    ) -> io::Result<Saved> {
-        Ok(Saved::default())
+    ) -> SaveStep {
+        SaveStep::Waits(None)
+    }
+
+    /// Begins to read back a saved conversation that a prompt can reuse, if that is faster than computing its tokens
+    /// in `token` each. Returns whether it has begun: the sequence, whose tokens are `held`, is parked then. `None` while
+    /// it is not known which conversations there are.
+    fn begin_reload(&mut self, _held: &[u32], _asked: Asked<'_>, _token: Duration) -> Option<bool> {
+        Some(false)
+    }
+
+    /// Begins to read the most recent conversation of an earlier run that fits in free capacity; returns whether it has
+    /// begun, `None` while it is not known which there are.
+    fn begin_read_ahead(&mut self, _held: &[u32]) -> Option<bool> {
+        Some(false)
+    }
+
+    /// Continues a reload, waiting at most `patience` for the disk; returns whether it is still in progress.
+    fn reload(&mut self, _patience: Duration) -> bool {
+        false
+    }
+
+    /// Ends a reload.
+    fn end_reload(&mut self) {}
+
+    /// Saved conversations.
+    fn saved_view(&self, _held: &[u32]) -> SavedView {
+        SavedView::default()
     }
 
     /// Makes the sequence, whose tokens are `held`, a lane that is computed beside others, and begins a new sequence.

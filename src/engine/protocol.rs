@@ -11,7 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
-    model::Kept,
+    model::{Kept, SavedView},
     tensor_group::TensorGroup,
 };
 use cotenant_policy::{
@@ -37,8 +37,10 @@ pub struct EngineOptions {
     pub answers_max: usize,
     /// Whether tokens are drafted from earlier text. Default: enabled.
     pub drafts: bool,
-    /// File in which conversations are kept from the end of one run to the start of the next. Default: none.
+    /// Folder in which conversations are kept on disk. Default: none.
     pub conversations: Option<PathBuf>,
+    /// Idle time after which a conversation is saved there. Default 30 s: longer than a pause between two turns.
+    pub save_after: Duration,
 }
 
 impl Default for EngineOptions {
@@ -50,6 +52,7 @@ impl Default for EngineOptions {
             answers_max: usize::MAX,
             drafts: true,
             conversations: None,
+            save_after: Duration::from_secs(30),
         }
     }
 }
@@ -305,6 +308,8 @@ pub struct EngineSnapshot {
     pub last: Option<RunningRequest>,
     /// The conversations kept besides these.
     pub kept: Arc<[Kept]>,
+    /// The conversations on disk.
+    pub saved: Arc<SavedView>,
     /// Tokens in the KV cache: of the running answers, with shared tokens counted once; otherwise of the last one.
     pub position: Tokens,
     /// Requests waiting.

@@ -38,7 +38,7 @@ use super::{
     gguf_model::GgufModel,
     language_model::{Opened, Opener},
     mailbox::{EngineHandle, Shared, Work},
-    model::{ModelOptions, Saved},
+    model::{ModelOptions, SaveDue, SaveStep},
     protocol::{EngineEvent, EngineOptions, EnginePhase, Expected, Inspected},
     sayable::Sayable,
 };
@@ -47,6 +47,7 @@ use cotenant_policy::{
     compute::Compute,
     engine_failure::Cure,
     residency::{EnginePlan, ModelShape},
+    speed::Calibration,
 };
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
@@ -211,6 +212,9 @@ impl Worker {
             sequence: Vec::new(),
             logits: Vec::new(),
             greatest: None,
+            rested: Instant::now(),
+            save_at: None,
+            prefill_token: Duration::ZERO,
             engine_loop: EngineLoop::new(shared, sink),
         }
     }
@@ -247,11 +251,20 @@ impl Worker {
             let again =
                 retry.or_else(|| (self.engine_loop.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
             if self.answers.is_empty() {
-                match self.engine_loop.shared.wait(again) {
+                let save = self.save_at;
+                let save = save.map(|at| at.saturating_duration_since(Instant::now()));
+                match self
+                    .engine_loop
+                    .shared
+                    .wait(again.into_iter().chain(save).min())
+                {
                     Work::Exit => return,
                     Work::Answer(queued) => self.start(*queued),
                     // No request is active.
-                    Work::Poll => self.engine_loop.point(),
+                    Work::Poll => {
+                        self.engine_loop.point();
+                        self.save_due();
+                    }
                 }
             } else {
                 if let Some(queued) = self.joining() {
@@ -327,8 +340,8 @@ impl Worker {
                     refused,
                     breakdown,
                 });
+                self.open_saved();
                 self.calibrate();
-                self.restore_conversations();
             }
             Err(error) => self.load_failed(path, &error),
         }
@@ -373,9 +386,12 @@ impl Worker {
         self.engine_loop.publish();
         match measured {
             Ok(None) => {}
-            Ok(Some(calibration)) => self
-                .engine_loop
-                .tell(EngineEvent::Calibrated { calibration }),
+            Ok(Some(calibration)) => {
+                let token = calibration.prefill_token_ns(model.shape().token_bytes());
+                self.prefill_token = Duration::from_nanos(token);
+                self.engine_loop
+                    .tell(EngineEvent::Calibrated { calibration });
+            }
             Err(error) => self.engine_loop.tell(EngineEvent::Receded {
                 plan: Arc::new(model.plan().clone()),
                 breakdown: Arc::new(model.breakdown()),
@@ -384,29 +400,115 @@ impl Worker {
         }
     }
 
-    /// Saves kept conversations for the next run.
-    fn save_conversations(&mut self) {
-        let path = self.engine_loop.shared.options().conversations.clone();
-        let model = self.model.as_mut().filter(|_| self.ends.is_none());
-        let (Some(path), Some(model)) = (path, model) else {
-            return;
-        };
-        let saved = model.save_conversations(&self.sequence, &path);
-        log_conversations("save", &path, &saved);
-    }
-
-    /// Restores the conversations of an earlier run; aborts if a command is waiting.
-    fn restore_conversations(&mut self) {
+    /// Opens the folder of saved conversations, and reads the most recent ones.
+    fn open_saved(&mut self) {
         let path = self.engine_loop.shared.options().conversations.clone();
         let (Some(path), Some(model)) = (path, self.model.as_mut()) else {
             return;
         };
-        let shared = &self.engine_loop.shared;
-        let mut go_on = || !shared.is_pressed(Instant::now());
-        let restored = model.restore_conversations(&path, &mut go_on);
-        log_conversations("restore", &path, &restored);
+        let weights = model.shape().token_bytes();
+        let token = Calibration::FIELD.prefill_token_ns(weights);
+        self.prefill_token = Duration::from_nanos(token);
+        if let Err(error) = model.open_saved(&path) {
+            tracing::warn!(
+                "cannot open saved conversations in `{}`: {error}",
+                path.display()
+            );
+            return;
+        }
+        self.save_at = Some(Instant::now());
+        self.read_ahead();
+    }
+
+    /// Reads conversations of an earlier run into free capacity, until a command or a request waits.
+    fn read_ahead(&mut self) {
+        let before = self.engine_loop.state.saved.counts.reloaded;
+        let shared = Arc::clone(&self.engine_loop.shared);
+        let Some(model) = self.model.as_mut() else {
+            return;
+        };
+        while !shared.is_wanted() {
+            match model.begin_read_ahead(&self.sequence) {
+                Some(false) => break,
+                None => std::thread::sleep(DISK_STEP),
+                Some(true) => {
+                    while model.reload(DISK_STEP) {
+                        if shared.is_wanted() {
+                            model.end_reload();
+                        }
+                    }
+                }
+            }
+        }
+        let view = model.saved_view(&self.sequence);
+        if view.counts.reloaded > before {
+            tracing::info!(
+                "read {} saved conversations ahead",
+                view.counts.reloaded - before
+            );
+        }
         self.engine_loop.note_held(&**model);
+        self.note_saved();
         self.engine_loop.publish();
+    }
+
+    /// Saves a conversation that has been idle for long, while no command or request waits.
+    fn save_due(&mut self) {
+        let now = Instant::now();
+        if self.save_at.is_none_or(|at| at > now) || self.engine_loop.shared.is_wanted() {
+            return;
+        }
+        self.read_ahead();
+        let after = self.engine_loop.shared.options().save_after;
+        let shared = Arc::clone(&self.engine_loop.shared);
+        let wait = match self.save_next(after, &mut || !shared.is_wanted()) {
+            SaveStep::Saved => Some(Duration::ZERO),
+            SaveStep::Busy => Some(SAVE_PAUSE),
+            SaveStep::Waits(left) => left,
+            SaveStep::Failed => Some(SAVE_RETRY),
+        };
+        self.save_at = wait.map(|wait| now + wait);
+    }
+
+    /// Saves the next of the conversations that have been idle for `after`.
+    fn save_next(&mut self, after: Duration, go_on: &mut dyn FnMut() -> bool) -> SaveStep {
+        let due = SaveDue {
+            idle: self.rested.elapsed(),
+            after,
+            token: self.token_time(),
+        };
+        let model = self.model.as_mut().filter(|_| self.ends.is_none());
+        let Some(model) = model else {
+            return SaveStep::Waits(None);
+        };
+        let step = model.save_conversation(&self.sequence, due, go_on);
+        if step == SaveStep::Saved {
+            self.engine_loop.note_held(&**model);
+            self.note_saved();
+            self.engine_loop.publish();
+        }
+        step
+    }
+
+    /// Saves all conversations for the next run.
+    fn save_conversations(&mut self) {
+        if self.engine_loop.shared.options().conversations.is_none() {
+            return;
+        }
+        let began = Instant::now();
+        let mut go_on = || began.elapsed() < SAVING_MAX;
+        let mut saved = 0;
+        while go_on() {
+            match self.save_next(Duration::ZERO, &mut go_on) {
+                SaveStep::Saved => saved += 1,
+                SaveStep::Busy => std::thread::sleep(DISK_STEP),
+                SaveStep::Waits(_) | SaveStep::Failed => break,
+            }
+        }
+        tracing::info!(
+            "saved {saved} conversations in {} ms",
+            began.elapsed().as_millis()
+        );
     }
 
     /// Reports the memory held after hanging reads have returned memory.
@@ -425,28 +527,24 @@ impl Worker {
     }
 }
 
-/// Logs the conversations that were written to a file, or read from it.
-fn log_conversations(act: &str, path: &Path, outcome: &io::Result<Saved>) {
-    let path = path.display();
-    match outcome {
-        Ok(saved) if saved.conversations == 0 => {}
-        Ok(saved) => tracing::info!(
-            "{act} conversations: {} ({}) in `{path}`",
-            saved.conversations,
-            Bytes::new(saved.bytes)
-        ),
-        Err(error) => tracing::warn!(
-            "cannot {act} conversations in `{path}`: {error}; their prompts are computed again"
-        ),
-    }
-}
-
 /// Interval of retries while the daemon's sink is full; a daemon that reads never causes one.
 const RETRY: Duration = Duration::from_millis(5);
 
 /// Interval of checks of hanging reads. Our choice: the ledger counts the memory that they keep, so no request waits
 /// for a check.
 const LEFT_LOOK: Duration = Duration::from_secs(1);
+
+/// Interval of checks while the disk is at work.
+const DISK_STEP: Duration = Duration::from_millis(1);
+
+/// Pause before a conversation is saved whose saving was interrupted.
+const SAVE_PAUSE: Duration = Duration::from_millis(10);
+
+/// Pause after a failed transfer. Our choice: a full disk is reported once per minute.
+const SAVE_RETRY: Duration = Duration::from_secs(60);
+
+/// Time limit for saving at the end: below the 5 s that the daemon waits for the engine.
+const SAVING_MAX: Duration = Duration::from_secs(4);
 
 /// Returns the message of a panic.
 fn panic_message(payload: &(dyn Any + Send)) -> String {

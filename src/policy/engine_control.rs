@@ -507,7 +507,7 @@ impl EngineControl {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
-        let weights = shape.weights().token.saturating_add(shape.fixed_bytes);
+        let weights = shape.token_bytes();
         let streamed = shape.missing(&plan.resident).bytes;
         // Each chunk of a prompt also reads the streamed layers: without any, prompt time is computing time.
         if streamed == Bytes::ZERO {

@@ -31,7 +31,8 @@ use cotenant_units::{Bytes, Timestamp, Tokens};
 pub struct IdleConversation {
     /// KV capacity that its end frees, in tokens.
     pub capacity: Tokens,
-    /// Tokens that its next prompt has to recompute after that.
+    /// Tokens that its next prompt has to recompute after that; of one that is saved, those that take as long as reading
+    /// it back.
     pub tokens: Tokens,
     /// Time since its last answer.
     pub idle_ms: u64,

@@ -98,7 +98,7 @@ impl<'a> Price<'a> {
             shape,
             speed: limits.speed,
             mode: limits.mode,
-            weights: layers.token.saturating_add(shape.fixed_bytes),
+            weights: shape.token_bytes(),
             part: (layers.bytes.get() / (shape.layers.len() as u64).max(1)).max(1),
             kv_wanted: limits.kv_wanted.min(shape.context_max),
         }

@@ -448,6 +448,12 @@ pub struct FloorError {
 }
 
 impl ModelShape {
+    /// Returns the bytes of the weights that one token needs.
+    #[must_use]
+    pub fn token_bytes(&self) -> Bytes {
+        self.weights().token.saturating_add(self.fixed_bytes)
+    }
+
     /// Returns the weights that are not in memory if these parts are `resident`.
     #[must_use]
     pub fn missing(&self, resident: &BTreeSet<u32>) -> Missing {

@@ -199,6 +199,7 @@ fn sequence_json(sequence: &v1::Sequence) -> Value {
         shared_bytes = Some(sequence.shared_bytes).filter(|bytes| *bytes > 0),
         waited = sequence.waited.as_ref().map(seconds),
         idle = sequence.idle.as_ref().map(seconds),
+        disk_bytes = Some(sequence.disk_bytes).filter(|bytes| *bytes > 0),
     )
 }
 

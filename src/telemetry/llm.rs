@@ -31,6 +31,16 @@ pub struct LlmLoad {
     pub kept: Tokens,
     /// Kept tokens in blocks shared with other conversations.
     pub shared: Tokens,
+    /// Conversations on disk.
+    pub saved: usize,
+    /// Their bytes.
+    pub saved_bytes: u64,
+    /// Conversations written to disk so far.
+    pub written: u64,
+    /// Conversations read back from disk so far.
+    pub read_back: u64,
+    /// Failed transfers so far.
+    pub failed: u64,
     /// Tokens drafted so far.
     pub drafted: u64,
     /// Drafted tokens that were accepted.
@@ -46,6 +56,9 @@ pub(crate) struct LlmMetrics {
     context: Family<Labels<1>, Size>,
     conversations: Size,
     conversation_tokens: Family<Labels<1>, Size>,
+    saved: Size,
+    saved_bytes: Size,
+    transfers: Family<Labels<1>, Counter>,
     drafted: Family<Labels<1>, Counter>,
 }
 
@@ -73,6 +86,12 @@ impl LlmMetrics {
             conversation_tokens: table.add(
                 "llm_conversation_tokens",
                 "Tokens of kept conversations, and those of them in blocks that several share",
+            ),
+            saved: table.add("llm_saved_conversations", "Conversations on disk"),
+            saved_bytes: table.add("llm_saved_bytes", "Bytes of conversations on disk"),
+            transfers: table.add(
+                "llm_saved_transfers",
+                "Conversations written to disk and read back, and failed transfers",
             ),
             drafted: table.add(
                 "llm_drafted_tokens",
@@ -150,6 +169,17 @@ impl LlmMetrics {
             self.conversation_tokens
                 .get_or_create(&labels([("kind", kind)]))
                 .set(tokens.get().into());
+        }
+        self.saved.set(count(load.saved));
+        self.saved_bytes.set(load.saved_bytes);
+        let transfers = [
+            ("written", load.written),
+            ("read", load.read_back),
+            ("failed", load.failed),
+        ];
+        for (kind, total) in transfers {
+            let counter = self.transfers.get_or_create(&labels([("kind", kind)]));
+            raise(&counter, total);
         }
         let rejected = load.drafted.saturating_sub(load.accepted);
         for (outcome, total) in [("accepted", load.accepted), ("rejected", rejected)] {

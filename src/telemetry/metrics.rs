@@ -770,6 +770,11 @@ mod tests {
             conversations: 3,
             kept: Tokens::new(900),
             shared: Tokens::new(600),
+            saved: 2,
+            saved_bytes: 5 << 20,
+            written: 7,
+            read_back: 4,
+            failed: 1,
             drafted: 40,
             accepted: 30,
         };

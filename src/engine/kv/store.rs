@@ -349,23 +349,17 @@ impl Store {
         copy.map_or(&[][..], |(_, places)| places)
     }
 
-    /// Adopts parked sequences and copies by their places, in a store without any; returns the handles of the copies.
-    pub(super) fn take_over(
-        &mut self,
-        parked: Vec<Vec<usize>>,
-        copies: Vec<Vec<usize>>,
-    ) -> Vec<CopyId> {
-        self.parked = parked;
-        let first = self.last_copy + 1;
-        self.copies = (first..).map(CopyId).zip(copies).collect();
-        self.last_copy += self.copies.len() as u64;
-        self.cut(0);
-        self.copies.iter().map(|(id, _)| *id).collect()
+    /// Places of the first `used` blocks of the sequence.
+    pub(super) fn own_places(&self, used: usize) -> &[usize] {
+        self.places.get(..used).unwrap_or_default()
     }
 
-    /// Records that the first `count` places are about to be populated.
-    pub(super) fn touch_places(&mut self, count: usize) {
-        self.touch_up_to(self.bytes_of(count).round_up(page()));
+    /// Parks the first `blocks` blocks of a parked sequence, shared with it, as another one; none without a sequence.
+    pub(super) fn park_shared(&mut self, number: Option<usize>, blocks: usize) {
+        let from = number.and_then(|number| self.parked.get(number));
+        let shared = from.and_then(|places| places.get(..blocks));
+        let shared = shared.unwrap_or_default().to_vec();
+        self.parked.push(shared);
     }
 
     /// Bytes at a place; `None` in device memory. No queued operation may use it.
@@ -404,7 +398,12 @@ impl Store {
 
     /// Bytes per block.
     pub(super) fn block_len(&self) -> usize {
-        self.shape.block_bytes(self.kind).as_len()
+        self.block_len_of(self.kind)
+    }
+
+    /// Bytes per block of another type.
+    pub(super) fn block_len_of(&self, kind: KvType) -> usize {
+        self.shape.block_bytes(kind).as_len()
     }
 
     /// Parks the first `used` blocks as another sequence, after those already parked.

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    saved::Saved,
     sequence::Sequence,
     weights::{Place, Weights},
     workspace::{Needs, Workspace},
@@ -91,6 +92,8 @@ pub struct Model {
     pub(super) estimators: SliceEstimators,
     /// Allocation error at opening that reduced the resident layers.
     pub(super) refused: Option<String>,
+    /// Conversations on disk.
+    pub(super) saved: Option<Saved>,
 }
 
 /// Logits of the next token, one per token of the vocabulary.

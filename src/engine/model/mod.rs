@@ -30,4 +30,4 @@ pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;
 pub use parked::{Asked, Kept, Lane, Selected, common_prefix};
-pub use saved::Saved;
+pub use saved::{OnDisk, SaveDue, SaveStep, SavedCounts, SavedView};

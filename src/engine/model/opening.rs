@@ -260,6 +260,7 @@ impl Opening {
             chunk_wanted: chunk,
             estimators: SliceEstimators::new(),
             refused: None,
+            saved: None,
         };
         let mut applied = residency::apply(&mut model, plan, &mut || false);
         if let Err(error @ ApplyError::Allocate { .. }) = &applied

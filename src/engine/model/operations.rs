@@ -8,7 +8,7 @@ use super::{
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
-    parked::{Asked, Kept, Lane, Selected},
+    parked::{Asked, Lane, Selected},
     pass, residency,
 };
 use crate::{
@@ -200,12 +200,6 @@ impl Model {
     #[must_use]
     pub const fn rows_max(&self) -> usize {
         self.workspace.chunk()
-    }
-
-    /// Parked conversations, in the order in which they were parked.
-    #[must_use]
-    pub fn kept_conversations(&self) -> Vec<Kept> {
-        self.sequence.kept_conversations()
     }
 
     /// Makes the sequence, whose tokens are `held`, a lane that is computed beside others, and begins a new sequence.

@@ -85,6 +85,11 @@ pub struct Kept {
     pub shared: Tokens,
     /// Capacity that its eviction would free: its own blocks and copies.
     pub alone: Tokens,
+    /// Tokens that its next prompt has to compute after its eviction, or that take as long to compute as it takes to
+    /// read the saved ones.
+    pub lost: Tokens,
+    /// Number of the saved conversation that contains it.
+    pub saved: Option<u64>,
     /// Whether another conversation has probably replaced it.
     pub is_superseded: bool,
     /// Time of parking.
@@ -177,11 +182,6 @@ impl AllParked {
         self.all.get_mut(number)
     }
 
-    /// Whether there are none.
-    pub(super) const fn is_empty(&self) -> bool {
-        self.all.is_empty()
-    }
-
     /// All parked conversations with their numbers, except lanes.
     pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
         self.all.iter().enumerate().filter(|(_, one)| !one.is_lane)
@@ -232,6 +232,16 @@ impl AllParked {
                 && one.conversation.client.as_ref() == client
                 && tokens.starts_with(&one.tokens)
         })
+    }
+
+    /// Returns the copy that a conversation of the client has at the end of `prefix`.
+    pub(super) fn copy_at(&self, client: Option<&Arc<str>>, prefix: &[u32]) -> Option<&KvCopy> {
+        let all = self.all.iter().filter(|one| {
+            one.conversation.client.as_ref() == client && one.tokens.starts_with(prefix)
+        });
+        let mut marks = all.flat_map(|one| &one.marks);
+        let at = marks.find(|mark| mark.position as usize == prefix.len());
+        at.map(|mark| &mark.copy)
     }
 
     /// Returns a conversation, not a lane, that has been stored in a smaller KV type than `kind`.

@@ -100,6 +100,8 @@ impl<'model> Change<'model> {
         used: &mut u32,
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
+        // A conversation that is being read back holds capacity, and gives it up.
+        self.model.end_reload();
         // Queued operations may use memory that is about to be released.
         self.model.finish()?;
         self.model.weights.reclaim(self.model.backend.as_mut(), 0)?;

@@ -52,6 +52,16 @@ pub(super) struct Sequence {
     pub(super) broken: Option<DeviceError>,
 }
 
+/// Outcome of finding a place for a saved copy.
+pub(super) enum Restored {
+    /// Another conversation has it.
+    Shared,
+    /// Its contents follow.
+    Placed(KvCopy),
+    /// There is no place.
+    NoPlace,
+}
+
 impl Sequence {
     pub(super) fn new(
         cache: KvCache,
@@ -165,22 +175,13 @@ impl Sequence {
     /// Parks the sequence, of which the next prompt shares `common` tokens, unless it cannot be continued, or needs a
     /// copy for which there is no place.
     fn park(&mut self, backend: &mut dyn Backend, held: &[u32], common: u32) {
-        let is_whole = !self.lost
-            && self.dropped.tokens() == 0
-            && self.kv_precision >= self.cache.kind()
-            && held.len() == self.position as usize;
         let is_superseded = self.conversation.is_superseded_at(common);
         // A copy that is unlikely to be used takes as much memory as any other.
-        if !is_whole || self.has_copies() && is_superseded {
+        if !self.is_continuable(held) || self.has_copies() && is_superseded {
             return;
         }
         if self.has_copies() {
-            let end = self.conversation.end;
-            // Windowed layers made no copy there, since the window usually still holds the end.
-            if !self.needs_marks() && end < self.position && self.has_window(end) {
-                self.mark(backend, Kind::End, end);
-            }
-            self.mark(backend, Kind::End, self.position);
+            self.mark_ends(backend);
             if self.marks.all().is_empty() {
                 return;
             }
@@ -191,6 +192,24 @@ impl Sequence {
             self.forget(number);
         }
         self.push(held, is_superseded);
+    }
+
+    /// Whether a later prompt can continue the sequence, whose tokens are `held`.
+    pub(super) fn is_continuable(&self, held: &[u32]) -> bool {
+        !self.lost
+            && self.dropped.tokens() == 0
+            && self.kv_precision >= self.cache.kind()
+            && held.len() == self.position as usize
+    }
+
+    /// Marks the position where the next prompt may diverge, and the present one.
+    fn mark_ends(&mut self, backend: &mut dyn Backend) {
+        let end = self.conversation.end;
+        // Windowed layers made no copy there, since the window usually still holds the end.
+        if !self.needs_marks() && end < self.position && self.has_window(end) {
+            self.mark(backend, Kind::End, end);
+        }
+        self.mark(backend, Kind::End, self.position);
     }
 
     fn push(&mut self, held: &[u32], is_superseded: bool) -> Lane {
@@ -359,12 +378,18 @@ impl Sequence {
         tokens.saturating_add(self.cache.tokens_of_copies(self.parked.states()))
     }
 
-    /// Parks the sequence, whose tokens are `held`, if it can be continued.
-    pub(super) fn park_whole(&mut self, backend: &mut dyn Backend, held: &[u32]) {
-        if self.position >= LOST_MIN {
-            self.needed = self.position;
-            self.park(backend, held, 0);
+    /// Makes the copies that a continuation of the sequence needs, if there is free capacity; returns whether it can be
+    /// continued then.
+    pub(super) fn prepare_saving(&mut self, backend: &mut dyn Backend) -> bool {
+        if !self.has_copies() {
+            return true;
         }
+        let copies = self.aside_takes().saturating_mul(2);
+        if self.cache.is_ready(self.position.saturating_add(copies)) {
+            self.needed = self.position;
+            self.mark_ends(backend);
+        }
+        !self.marks.all().is_empty()
     }
 
     /// Parked conversations with their numbers, except lanes.
@@ -372,14 +397,152 @@ impl Sequence {
         self.parked.idle()
     }
 
-    /// Parks a saved conversation.
-    pub(super) fn push_saved(&mut self, parked: Parked) {
-        self.parked.push(parked);
+    /// Returns a parked conversation.
+    pub(super) fn parked(&self, number: usize) -> Option<&Parked> {
+        self.parked.get(number)
     }
 
-    /// Whether nothing was computed or parked.
-    pub(super) fn is_untouched(&self) -> bool {
-        self.position == 0 && self.parked.is_empty()
+    /// Number of the prompt's first tokens that a conversation in memory holds, and how many of them can be reused.
+    pub(super) fn in_memory(&self, held: &[u32], asked: Asked<'_>) -> (u32, u32) {
+        let is_own = self.conversation.client.as_ref() == asked.client;
+        let own = if is_own && self.is_continuable(held) {
+            common_prefix(held, asked.prompt)
+        } else {
+            0
+        };
+        let near = |needs_marks| self.parked.nearest(asked, needs_marks);
+        let held = near(false).map_or(0, |near| near.common);
+        let reusable = near(self.has_copies()).map_or(0, |near| near.start);
+        (held.max(own), reusable.max(self.reach(own)))
+    }
+
+    /// Parks the sequence, whose tokens are `held`, before a prompt, and begins an empty one.
+    pub(super) fn park_and_reset(
+        &mut self,
+        backend: &mut dyn Backend,
+        held: &[u32],
+        asked: Asked<'_>,
+    ) {
+        if self.position >= LOST_MIN {
+            let is_own = self.conversation.client.as_ref() == asked.client;
+            let own = common_prefix(held, asked.prompt);
+            self.needed = self.position;
+            self.park(backend, held, if is_own { own } else { 0 });
+        }
+        self.conversation = Conversation::default();
+        self.needed = 0;
+        self.reset(backend);
+    }
+
+    /// Begins to restore a saved conversation of these tokens, as a lane. Returns it, and the number of tokens whose
+    /// blocks it shares with another one.
+    pub(super) fn begin_restore(
+        &mut self,
+        conversation: Conversation,
+        tokens: &[u32],
+        precision: KvType,
+    ) -> (Lane, usize) {
+        let asked = Asked {
+            client: conversation.client.as_ref(),
+            prompt: tokens,
+            request: conversation.request,
+        };
+        let kind = self.cache.kind();
+        let is_precise = |near: &Near| {
+            let parked = self.parked.get(near.number);
+            parked.is_some_and(|parked| parked.kv_precision >= kind)
+        };
+        let near = self.parked.nearest(asked, false).filter(is_precise);
+        let blocks = near.map_or(0, |near| near.common / self.block());
+        let number = near.map(|near| near.number);
+        self.cache.park_shared(number, blocks as usize);
+        let shared = (blocks * self.block()) as usize;
+        let lane = self.parked.push(Parked {
+            conversation,
+            tokens: tokens.get(..shared).unwrap_or_default().to_vec(),
+            marks: Vec::new(),
+            kv_precision: precision,
+            is_superseded: false,
+            turn: 0,
+            since: Instant::now(),
+            is_lane: false,
+            state: None,
+        });
+        self.parked.go_on_with_last(None);
+        (lane, shared)
+    }
+
+    /// Finds a place for a saved copy of a lane that is restored with `tokens`; with `evicts`, other conversations are
+    /// evicted for it.
+    pub(super) fn restore_mark(
+        &mut self,
+        (lane, tokens): (Lane, &[u32]),
+        (position, is_fork): (u32, bool),
+        (windows, places): ((usize, usize, usize), usize),
+        evicts: bool,
+    ) -> Restored {
+        let (first, end, slots) = windows;
+        let kept = self.kept();
+        let prefix = tokens.get(..position as usize).unwrap_or_default();
+        let number = self.parked.number_of(lane);
+        let client = number.and_then(|number| self.parked.get(number));
+        let client = client.and_then(|parked| parked.conversation.client.clone());
+        let shared = self.parked.copy_at(client.as_ref(), prefix).filter(|copy| {
+            let (_, windows, its) = self.cache.copy_places(copy);
+            (windows, its) == (first..end, slots)
+        });
+        let shared = shared.cloned();
+        let is_shared = shared.is_some();
+        let copy = shared.or_else(|| {
+            loop {
+                let state = self.state.memory();
+                let windows = (first..end, slots);
+                let copy = self.cache.place_copy(kept, state, windows, places);
+                if copy.is_some() || !(evicts && self.give_up_one()) {
+                    return copy;
+                }
+                self.cache.cut(kept);
+            }
+        });
+        let number = self.parked.number_of(lane);
+        let parked = number.and_then(|number| self.parked.get_mut(number));
+        let (Some(copy), Some(parked)) = (copy, parked) else {
+            return Restored::NoPlace;
+        };
+        parked.marks.push(Mark::of(position, copy.clone(), is_fork));
+        if is_shared {
+            Restored::Shared
+        } else {
+            Restored::Placed(copy)
+        }
+    }
+
+    /// Finds places for `tokens` more tokens of a lane; with `evicts`, other conversations are evicted for them.
+    pub(super) fn restore_places(&mut self, lane: Lane, tokens: u32, evicts: bool) -> bool {
+        let kept = self.kept();
+        if evicts {
+            return self.make_places([(lane, tokens)], kept);
+        }
+        let found = self.lane(lane);
+        found.is_some_and(|(number, length)| {
+            let end = length.saturating_add(tokens);
+            self.cache.extend(number, end, kept)
+        })
+    }
+
+    /// Returns the place of a block of a lane.
+    pub(super) fn place_of(&self, lane: Lane, block: usize) -> Option<usize> {
+        let number = self.parked.number_of(lane)?;
+        self.cache.parked_places(number).get(block).copied()
+    }
+
+    /// Evicts a lane that was not restored.
+    pub(super) fn abandon(&mut self, lane: Lane) {
+        if let Some(number) = self.parked.number_of(lane) {
+            self.forget(number);
+        }
+        self.release_copies();
+        self.cache.cut(self.position);
     }
 
     /// Parked conversations, in the order in which they were parked.
@@ -391,12 +554,15 @@ impl Sequence {
             let (own, shared) = held.get(number).copied().unwrap_or_default();
             let its = one.marks.iter().map(|mark| &mark.copy);
             let of_copies = its.map(|copy| self.cache.copy_tokens(copy, &copies).get());
+            let length = u32::try_from(one.tokens.len()).unwrap_or(u32::MAX);
             Kept {
                 request: one.conversation.request,
                 client: one.conversation.client.clone(),
-                tokens: Tokens::new(u32::try_from(one.tokens.len()).unwrap_or(u32::MAX)),
+                tokens: Tokens::new(length),
                 shared,
                 alone: Tokens::new(of_copies.fold(own.get(), u32::saturating_add)),
+                lost: Tokens::new(length.saturating_sub(shared.get())),
+                saved: None,
                 is_superseded: one.is_superseded,
                 since: one.since,
             }

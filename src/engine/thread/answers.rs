@@ -158,10 +158,15 @@ impl Worker {
                 limit: text.context_max(),
             }));
         }
+        let client = active.queued.request.client.clone();
         let asked = Asked {
-            client: active.queued.request.client.as_ref(),
+            client: client.as_ref(),
             prompt: &prompt,
             request: id.get(),
+        };
+        self.reload(id, asked);
+        let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.of_mut(id)) else {
+            return ControlFlow::Break(Err(GenerateError::Stopping));
         };
         let Selected { kept, fork } = model.select(&self.sequence, asked);
         let (cached, held) = (Tokens::new(kept), model.held());
@@ -200,6 +205,49 @@ impl Worker {
                 ControlFlow::Continue(())
             }
         }
+    }
+
+    /// Reads back a saved conversation that a prompt continues, while the other answers proceed.
+    fn reload(&mut self, id: RequestId, asked: Asked<'_>) {
+        let (token, began) = (self.token_time(), Instant::now());
+        loop {
+            let model = self.model.as_mut();
+            let begun = model.and_then(|model| model.begin_reload(&self.sequence, asked, token));
+            if begun == Some(true) {
+                break;
+            }
+            // After a start, the folder is read first.
+            if begun == Some(false) || began.elapsed() >= FOLDER_MAX {
+                return;
+            }
+            std::thread::sleep(RELOAD_STEP);
+            self.take_commands();
+        }
+        self.sequence.clear();
+        self.reads = true;
+        loop {
+            let patience = if self.answers.is_empty() {
+                RELOAD_STEP
+            } else {
+                Duration::ZERO
+            };
+            let model = self.model.as_mut();
+            if !model.is_some_and(|model| model.reload(patience)) {
+                break;
+            }
+            if self.answers.is_empty() {
+                self.take_commands();
+            } else {
+                self.go_on();
+            }
+            if self.engine_loop.ended(id).is_some()
+                && let Some(model) = self.model.as_mut()
+            {
+                model.end_reload();
+            }
+        }
+        self.reads = false;
+        self.note_saved();
     }
 
     /// Advances all answers by a token, as far as capacity permits.
@@ -721,6 +769,12 @@ const ANSWER_BEGINS: usize = 8;
 /// Alignment of marks: the number of tokens that a recurrent layer computes at once, so that a prompt continued from a
 /// mark is divided as one read from the start.
 const MARK_STEP: usize = 64;
+
+/// Maximum time that a prompt waits for the folder of saved conversations. Our choice.
+const FOLDER_MAX: Duration = Duration::from_secs(1);
+
+/// Interval of command points while a conversation is read back.
+const RELOAD_STEP: Duration = Duration::from_millis(1);
 
 /// Converts a failed pass to the error of its request.
 fn unfinished(error: ForwardError) -> GenerateError {

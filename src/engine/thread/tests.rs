@@ -287,3 +287,89 @@ fn no_more_answers_run_together_than_the_options_allow() {
         assert_eq!(loaded.ran_at_once(), most);
     }
 }
+
+#[test]
+fn a_shed_ends_a_cold_conversation_and_its_next_turn_reads_it_back() {
+    for architecture in [Architecture::Qwen3, Architecture::Qwen35] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        tiny(architecture).write(&path).unwrap();
+        let start = || {
+            let (sink, events) = mpsc::channel(4096);
+            let options = EngineOptions {
+                conversations: Some(folder.path().join("saved")),
+                save_after: Duration::ZERO,
+                ..EngineOptions::default()
+            };
+            let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
+            let handle = engine.handle();
+            handle.load(&path, plan(5, 2048));
+            (engine, handle, events)
+        };
+        let (engine, handle, mut events) = start();
+        let ready = |events: &mut mpsc::Receiver<EngineEvent>| {
+            while !matches!(events.blocking_recv(), Some(EngineEvent::Ready { .. })) {}
+        };
+        ready(&mut events);
+        let said = |role, text: &str| ChatMessage::new(role, text.to_owned());
+        let question = "please tell me a story about lamps. ".repeat(20);
+        let mut messages = vec![said(Role::User, &question)];
+        let ask = |handle: &EngineHandle, id: u64, messages: &[ChatMessage]| {
+            let request = GenerateRequest {
+                sampling: Sampling::GREEDY,
+                max_tokens: Some(Tokens::new(4)),
+                ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(messages.to_vec().into()))
+            };
+            let mut stream = handle.generate(request).unwrap();
+            let Some(GenerateEvent::Started {
+                prompt_tokens: prompt,
+                cached_tokens: cached,
+            }) = stream.blocking_recv()
+            else {
+                panic!("it was refused");
+            };
+            let (text, _) = collect(&mut stream);
+            (text, prompt, cached)
+        };
+        let (answer, first, _) = ask(&handle, 1, &messages);
+        assert!(first > Tokens::new(128), "{first}");
+        while handle.snapshot().saved.conversations.is_empty() {
+            std::thread::yield_now();
+        }
+        for (revision, kv) in [(1, 64), (2, 2048)] {
+            handle.apply(revision, plan(5, kv));
+            let applied = |event| matches!(event, Some(EngineEvent::Applied { revision: of, .. }) if of == revision);
+            while !applied(events.blocking_recv()) {}
+        }
+        let snapshot = handle.snapshot();
+        assert!(
+            snapshot.position <= Tokens::new(64) && snapshot.kept.is_empty(),
+            "{architecture:?}: {} {:?}",
+            snapshot.position,
+            snapshot.kept
+        );
+        messages.push(said(Role::Assistant, &answer));
+        messages.push(said(Role::User, "and now?"));
+        let (answer, prompt, cached) = ask(&handle, 2, &messages);
+        assert!(
+            cached.get() + 64 >= first.get(),
+            "{architecture:?}: {cached} of {prompt}"
+        );
+        let counts = handle.snapshot().saved.counts;
+        assert_eq!((counts.reloaded, counts.failed), (1, 0));
+        // The daemon ends, and another one continues.
+        handle.stop();
+        engine.join();
+        let (engine, handle, mut events) = start();
+        ready(&mut events);
+        messages.push(said(Role::Assistant, &answer));
+        messages.push(said(Role::User, "and then?"));
+        let (_, longer, cached) = ask(&handle, 3, &messages);
+        assert!(
+            cached.get() + 64 >= prompt.get(),
+            "{architecture:?}: {cached} of {longer}"
+        );
+        handle.stop();
+        engine.join();
+    }
+}

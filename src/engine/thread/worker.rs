@@ -48,6 +48,12 @@ pub(super) struct Worker {
     pub(super) logits: Vec<f32>,
     /// The next token, if it was found without `logits`.
     pub(super) greatest: Option<u32>,
+    /// When the last answer ended.
+    pub(super) rested: Instant,
+    /// When the next conversation may be due to be saved.
+    pub(super) save_at: Option<Instant>,
+    /// Time to compute a token of a prompt, as measured after the load.
+    pub(super) prefill_token: Duration,
     pub(super) engine_loop: EngineLoop,
 }
 
@@ -163,6 +169,23 @@ impl Worker {
         self.model
             .as_ref()
             .map_or(Tokens::ZERO, |model| model.plan().kv_capacity)
+    }
+
+    /// Time to compute a token of a prompt under the plan in force.
+    pub(super) fn token_time(&self) -> Duration {
+        let rate = self.engine_loop.state.prefill_per_second;
+        if rate > 0.0 {
+            Duration::try_from_secs_f64(rate.recip()).unwrap_or(self.prefill_token)
+        } else {
+            self.prefill_token
+        }
+    }
+
+    /// Publishes which conversations are saved.
+    pub(super) fn note_saved(&mut self) {
+        if let Some(model) = &self.model {
+            self.engine_loop.state.saved = Arc::new(model.saved_view(&self.sequence));
+        }
     }
 
     /// Removes the tokens dropped by the model from the sequence.
@@ -478,6 +501,8 @@ impl Worker {
             rest.push_str(&answer.stream.finish());
         }
         self.note_outcome(&outcome);
+        self.rested = Instant::now();
+        self.save_at = Some(self.rested + SAVE_AFTER_ANSWER);
         if let Some(model) = self.model.as_mut() {
             let mut dropped = Tokens::ZERO;
             if let Some(active) = self.engine_loop.of_mut(answer.id) {
@@ -543,6 +568,10 @@ pub(super) const ROOM_LOOK: Duration = Duration::from_millis(1);
 /// Maximum number of forced tokens computed at once. Our choice: enough for the names and punctuation of some tool
 /// calls; further forced tokens are computed one by one.
 const FORCED_MAX: usize = 64;
+
+/// Pause after an answer before conversations that have been idle for long are saved. Our choice: a client that asks
+/// again at once does not interrupt it.
+const SAVE_AFTER_ANSWER: Duration = Duration::from_millis(500);
 
 /// Consecutive answers with non-finite results after which the model is unloaded. Our choice.
 const NOT_FINITE_MAX: u32 = 3;

@@ -489,8 +489,8 @@ async fn conversations_survive_a_restart_where_they_are_kept_on_disk() {
         daemon.whole().await;
         let answer = daemon.chat(json!({ "messages": messages })).await;
         daemon.end().await;
-        let file = installation.path("state/conversations");
-        assert_eq!(file.exists(), keeps);
+        let folder = installation.path("state/conversations");
+        assert_eq!(folder.join("1").exists(), keeps);
         messages.push(json!({"role": "assistant", "content": content(&answer)}));
         messages.push(json!({"role": "user", "content": "and now?"}));
         let daemon = installation.start().await;
@@ -499,8 +499,20 @@ async fn conversations_survive_a_restart_where_they_are_kept_on_disk() {
         let usage = answer.json()["usage"].clone();
         let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64();
         assert_eq!(cached.unwrap() > 100, keeps, "{usage}");
-        assert!(!file.exists(), "it was read");
+        let shown = daemon.until("an answer has ended", |status| {
+            status.engine.as_ref().unwrap().sequences.len() == 1
+        });
+        let shown = shown.await.engine.unwrap().sequences;
+        assert_eq!(shown[0].disk_bytes > 0, keeps, "{shown:?}");
         daemon.end().await;
+        // Switched off, it leaves nothing behind.
+        if keeps {
+            let off = format!("{}{}", budget(128), demo_model(8192));
+            installation.configure(&off);
+            let daemon = installation.start().await;
+            assert!(!folder.exists());
+            daemon.end().await;
+        }
     }
 }
 

@@ -1,6 +1,10 @@
 //! Tests of conversations that take turns: each answer equals that of a conversation alone.
 
-use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{PermissionsExt as _, symlink},
+};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 
@@ -36,6 +40,16 @@ fn plan_of(kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
         ..plan(0..3)
     }
 }
+
+/// All conversations, and such slow computing that reading is always faster.
+const DUE: SaveDue = SaveDue {
+    idle: Duration::MAX,
+    after: Duration::ZERO,
+    token: Duration::from_secs(1),
+};
+
+/// Time to wait for the disk at once.
+const STEP: Duration = Duration::from_millis(1);
 
 /// A model and the tokens of its sequence.
 struct Talk {
@@ -78,6 +92,43 @@ impl Talk {
             .unwrap();
         self.check();
         kept
+    }
+
+    /// Opens a folder of saved conversations, and reads `ahead` what fits.
+    fn open(&mut self, folder: &Path, ahead: bool) {
+        self.model.open_saved(folder).unwrap();
+        // Without a time to compute, none is worth saving.
+        let nothing = SaveDue {
+            token: Duration::ZERO,
+            ..DUE
+        };
+        while self.model.save_conversation(&[], nothing, &mut || true) == SaveStep::Busy {
+            std::thread::yield_now();
+        }
+        while ahead && self.model.begin_read_ahead(&self.held) == Some(true) {
+            while self.model.reload(STEP) {}
+        }
+    }
+
+    /// Saves all conversations; returns how many were written.
+    fn save(&mut self) -> usize {
+        let mut saved = 0;
+        loop {
+            match self.model.save_conversation(&self.held, DUE, &mut || true) {
+                SaveStep::Saved => saved += 1,
+                SaveStep::Busy => std::thread::yield_now(),
+                SaveStep::Waits(_) => return saved,
+                SaveStep::Failed => panic!("the disk has failed"),
+            }
+        }
+    }
+
+    /// Reads back what a prompt can reuse of the saved conversations.
+    fn reload(&mut self, asked: Asked<'_>) {
+        if self.model.begin_reload(&self.held, asked, DUE.token) == Some(true) {
+            self.held.clear();
+            while self.model.reload(STEP) {}
+        }
     }
 
     fn check(&self) {
@@ -274,6 +325,8 @@ struct Turn {
     spare: u32,
     chunk: u32,
     resident: BTreeSet<u32>,
+    /// Whether conversations are saved before it, and its own one is read back.
+    saves: bool,
     /// Poll of the pass at which the capacity changes, or the answer is cancelled.
     look: u32,
     stops: bool,
@@ -293,7 +346,7 @@ fn turn() -> impl Strategy<Value = Turn> {
             1u32..80,
         ),
         (
-            prop::collection::btree_set(0u32..3, 0..4),
+            (prop::collection::btree_set(0u32..3, 0..4), any::<bool>()),
             0u32..12,
             prop::bool::weighted(0.15),
         ),
@@ -303,7 +356,7 @@ fn turn() -> impl Strategy<Value = Turn> {
                 (who, replaces),
                 (fresh, seed, answer),
                 (idle, spare, chunk),
-                (resident, look, stops),
+                ((resident, saves), look, stops),
             )| Turn {
                 who,
                 replaces,
@@ -314,6 +367,7 @@ fn turn() -> impl Strategy<Value = Turn> {
                 spare,
                 chunk,
                 resident,
+                saves,
                 look,
                 stops,
             },
@@ -328,6 +382,8 @@ fn greedy(logits: &[f32]) -> u32 {
 /// Returns the number of reused tokens.
 fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
     let mut talk = Talk::new(path, 512);
+    let folder = tempfile::tempdir().unwrap();
+    talk.open(folder.path(), true);
     let mut alone = Talk::new(path, 4096).model;
     let system = text(0, 100);
     let mut conversations = vec![vec![system; 3]; 3];
@@ -339,6 +395,9 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
         let prompt = &mut conversations[who][which];
         prompt.truncate(prompt.len().saturating_sub(turn.replaces as usize).max(50));
         prompt.extend(text(turn.seed, turn.fresh));
+        if turn.saves {
+            talk.save();
+        }
         let (kv, kind) = turn.idle;
         let plan = |kv, kind| EnginePlan {
             resident: turn.resident.clone(),
@@ -355,6 +414,9 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
             prompt,
             request: 0,
         };
+        if turn.saves {
+            talk.reload(asked);
+        }
         let Selected { kept, fork } = talk.model.select(&talk.held, asked);
         talk.held = prompt[..kept as usize].to_vec();
         assert_eq!(kept, talk.model.position());
@@ -467,104 +529,310 @@ fn talked(path: &Path) -> Talk {
     talk
 }
 
-#[test]
-fn conversations_are_gone_on_from_after_a_restart() {
-    for architecture in [
-        Architecture::Qwen3,
-        Architecture::Qwen35,
-        Architecture::Gemma3,
-    ] {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, file) = (
-            folder.path().join("model.gguf"),
-            folder.path().join("saved"),
-        );
-        tiny(&path, architecture, GgmlDType::F32);
-        let mut talk = talked(&path);
-        let saved = talk.model.save_conversations(&talk.held, &file).unwrap();
-        assert_eq!(saved.conversations, prompts().len(), "{architecture:?}");
-        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        let mut alone = Talk::new(&path, 4096);
-        let mut later = Talk::new(&path, 4096);
-        let restored = later
+/// Reads the next prompts of [`prompts`]; returns the number of reused tokens of each, after comparing its results with
+/// those of a model that has read it from the start.
+fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
+    let mut alone = Talk::new(path, 4096);
+    let mut reused = Vec::new();
+    for (client, prompt) in prompts() {
+        let next = [&prompt[..], &text(90, 30)].concat();
+        let asked = Asked {
+            client: client.as_ref(),
+            prompt: &next,
+            request: 0,
+        };
+        talk.reload(asked);
+        let kept = talk.model.select(&talk.held, asked).kept;
+        let logits = talk
             .model
-            .restore_conversations(&file, &mut || true)
-            .unwrap();
-        assert_eq!(restored, saved);
-        assert!(!file.exists());
-        for (client, prompt) in prompts() {
-            let next = [&prompt[..], &text(90, 30)].concat();
-            let asked = Asked {
-                client: client.as_ref(),
-                prompt: &next,
-                request: 0,
-            };
-            let kept = later.model.select(&later.held, asked).kept as usize;
-            assert!(kept >= 192, "{architecture:?}: {kept}");
-            let logits = later
-                .model
-                .forward(&next[kept..], &mut || Flow::Continue)
-                .unwrap()
-                .to_vec();
-            alone.model.reset();
-            let expected = alone.model.forward(&next, &mut || Flow::Continue).unwrap();
-            assert!(logits == expected[..], "{architecture:?}");
-            later.held = next;
-            later.check();
+            .forward(&next[kept as usize..], &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
+        alone.model.reset();
+        let expected = alone.model.forward(&next, &mut || Flow::Continue).unwrap();
+        assert!(logits == expected[..], "{kept} tokens were reused");
+        talk.held = next;
+        talk.check();
+        reused.push(kept);
+    }
+    reused
+}
+
+const ALL_KINDS: [Architecture; 3] = [
+    Architecture::Qwen3,
+    Architecture::Qwen35,
+    Architecture::Gemma3,
+];
+
+#[test]
+fn conversations_are_read_back_after_a_restart_with_the_same_bits() {
+    for architecture in ALL_KINDS {
+        for ahead in [true, false] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model.gguf");
+            let saved = folder.path().join("saved");
+            tiny(&path, architecture, GgmlDType::F32);
+            let mut talk = talked(&path);
+            talk.open(&saved, ahead);
+            assert_eq!(talk.save(), prompts().len(), "{architecture:?}");
+            assert_eq!(talk.save(), 0, "all of them are on disk");
+            for file in fs::read_dir(&saved).unwrap() {
+                let mode = file.unwrap().metadata().unwrap().permissions().mode();
+                assert_eq!(mode & 0o777, 0o600);
+            }
+            let view = talk.model.saved_view(&talk.held);
+            assert_eq!(view.conversations.len(), prompts().len());
+            let kept = talk.model.kept_conversations();
+            assert!(kept.iter().all(|one| one.saved.is_some()), "{kept:?}");
+            drop(talk);
+            let mut later = Talk::new(&path, 4096);
+            later.open(&saved, ahead);
+            let of = |count: u64| if ahead { count } else { 0 };
+            let counts = later.model.saved_view(&[]).counts;
+            assert_eq!(counts.reloaded, of(4), "{architecture:?}");
+            let reused = go_on(&mut later, &path);
+            assert!(reused.iter().all(|kept| *kept >= 192), "{reused:?}");
+            let counts = later.model.saved_view(&[]).counts;
+            assert_eq!((counts.reloaded, counts.failed), (4, 0), "{architecture:?}");
+            // Longer versions replace the earlier ones, and share their blocks.
+            let before = later.model.saved_view(&[]);
+            assert_eq!(later.save(), prompts().len());
+            let after = later.model.saved_view(&[]);
+            assert_eq!(after.conversations.len(), prompts().len());
+            let newest = before.conversations.iter().map(|one| one.number).max();
+            let numbers = after.conversations.iter().map(|one| Some(one.number));
+            assert!(numbers.min() > Some(newest), "{after:?}");
         }
     }
 }
 
 #[test]
-fn saved_conversations_that_do_not_fit_are_left() {
+fn a_shed_ends_saved_conversations_and_their_next_prompts_read_them_back() {
+    for architecture in ALL_KINDS {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        tiny(&path, architecture, GgmlDType::F32);
+        let mut talk = talked(&path);
+        talk.open(&folder.path().join("saved"), true);
+        talk.save();
+        let kept = talk.model.kept_conversations();
+        assert!(
+            kept.iter().all(|one| one.lost < Tokens::new(10)),
+            "{kept:?}"
+        );
+        talk.model.keep(0);
+        talk.held.clear();
+        let small = plan_of(64, 64, KvType::F16);
+        talk.model.apply(&small).unwrap();
+        assert_eq!(talk.model.kept_conversations(), []);
+        talk.model.apply(&plan_of(4096, 64, KvType::F16)).unwrap();
+        // Another client has none of them.
+        let stranger: Arc<str> = Arc::from("another");
+        let (_, prompt) = &prompts()[1];
+        let asked = Asked {
+            client: Some(&stranger),
+            prompt,
+            request: 0,
+        };
+        assert_eq!(
+            talk.model.begin_reload(&talk.held, asked, DUE.token),
+            Some(false)
+        );
+        let reused = go_on(&mut talk, &path);
+        assert!(
+            reused.iter().all(|kept| *kept >= 192),
+            "{architecture:?}: {reused:?}"
+        );
+        // Computing that is faster than reading is preferred.
+        talk.save();
+        talk.model.apply(&small).unwrap();
+        talk.model.apply(&plan_of(4096, 64, KvType::F16)).unwrap();
+        let (client, prompt) = &prompts()[2];
+        let asked = Asked {
+            client: client.as_ref(),
+            prompt,
+            request: 0,
+        };
+        let fast = Duration::from_nanos(1);
+        assert_eq!(
+            talk.model.begin_reload(&talk.held, asked, fast),
+            Some(false)
+        );
+    }
+}
+
+#[test]
+fn a_reload_gives_way_to_a_shed_and_keeps_what_it_has_read() {
     let folder = tempfile::tempdir().unwrap();
-    let (path, file) = (
-        folder.path().join("model.gguf"),
-        folder.path().join("saved"),
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    let mut talk = Talk::new(&path, 4096);
+    talk.open(&folder.path().join("saved"), true);
+    let prompt = text(1, 1500);
+    talk.read(None, &prompt);
+    talk.save();
+    talk.model.keep(0);
+    talk.held.clear();
+    let next = [&prompt[..], &[5]].concat();
+    let asked = Asked {
+        client: None,
+        prompt: &next,
+        request: 0,
+    };
+    assert_eq!(talk.model.begin_reload(&[], asked, DUE.token), Some(true));
+    for _ in 0..4 {
+        assert!(talk.model.reload(Duration::from_secs(1)));
+    }
+    let report = talk.model.apply(&plan_of(640, 64, KvType::F16)).unwrap();
+    assert_eq!(report.plan.kv_capacity, Tokens::new(640));
+    assert!(!talk.model.reload(STEP), "it has ended");
+    talk.model.apply(&plan_of(4096, 64, KvType::F16)).unwrap();
+    talk.reload(asked);
+    assert_eq!(talk.read(None, &next), 1500);
+    // Ended by a request, without a shed.
+    talk.model.keep(0);
+    talk.held.clear();
+    assert_eq!(talk.model.begin_reload(&[], asked, DUE.token), Some(true));
+    for _ in 0..4 {
+        assert!(talk.model.reload(Duration::from_secs(1)));
+    }
+    talk.model.end_reload();
+    let kept = talk.read(None, &next);
+    assert!(
+        (64..1500).contains(&kept) && kept.is_multiple_of(64),
+        "{kept}"
     );
+}
+
+#[test]
+fn damaged_and_foreign_saved_conversations_are_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let saved = folder.path().join("saved");
     tiny(&path, Architecture::Qwen3, GgmlDType::F32);
     let save = || {
         let mut talk = talked(&path);
-        talk.model.save_conversations(&talk.held, &file).unwrap();
+        fs::remove_dir_all(&saved).ok();
+        talk.open(&saved, true);
+        talk.save()
     };
-    let restore = |kv: u32, kind: KvType, go_on: bool| {
-        let mut later = Talk::new(&path, kv);
-        let plan = plan_of(kv, 64, kind);
-        later.model.apply(&plan).unwrap();
-        let restored = later.model.restore_conversations(&file, &mut || go_on);
-        assert!(!file.exists());
-        later.check();
-        restored.map(|saved| saved.conversations)
+    // Returns how many are usable, and how many of them have failed.
+    let open = |kind: KvType| {
+        let mut later = Talk::new(&path, 4096);
+        later.model.apply(&plan_of(4096, 64, kind)).unwrap();
+        later.open(&saved, false);
+        let found = later.model.saved_view(&[]).conversations.len();
+        if kind == KvType::F16 {
+            go_on(&mut later, &path);
+        }
+        (found, later.model.saved_view(&[]).counts)
     };
-    // As many of the last ones as the capacity holds.
-    save();
-    assert_eq!(restore(7 * 64, KvType::F16, true).unwrap(), 1);
-    save();
-    assert_eq!(restore(4096, KvType::F16, false).unwrap(), 0);
-    save();
-    let error = restore(4096, KvType::Q8, true).unwrap_err();
-    assert!(error.to_string().contains("another model or KV type"));
-    // Any flipped bit is detected.
-    save();
-    let bytes = fs::read(&file).unwrap();
-    for at in [3, 30, 60, bytes.len() / 2, bytes.len() - 1] {
-        let mut other = bytes.clone();
+    assert_eq!(save(), 4);
+    let (found, counts) = open(KvType::F16);
+    assert_eq!((found, counts.reloaded, counts.failed), (4, 4, 0));
+    // Blocks of another type are left until that type is in force again.
+    let (found, counts) = open(KvType::Q8);
+    assert_eq!((found, counts.reloaded, counts.failed), (4, 0, 0));
+    let header = saved.join("2");
+    let text = fs::read(&header).unwrap();
+    for at in [3, 30, text.len() / 2, text.len() - 1] {
+        let mut other = text.clone();
         other[at] ^= 1;
-        fs::write(&file, other).unwrap();
-        restore(4096, KvType::F16, true).unwrap_err();
+        fs::write(&header, other).unwrap();
+        assert_eq!(open(KvType::F16).0, 3, "{at}");
+        assert!(!header.exists());
     }
-    for length in [0, 10, 100, bytes.len() - 1] {
-        fs::write(&file, &bytes[..length]).unwrap();
-        restore(4096, KvType::F16, true).unwrap_err();
+    for length in [0, 10, text.len() - 1] {
+        fs::write(&header, &text[..length]).unwrap();
+        assert_eq!(open(KvType::F16).0, 3, "{length}");
     }
+    // Blocks of a removed conversation are released, so that its header is of no use later.
+    fs::write(&header, &text).unwrap();
+    let (found, counts) = open(KvType::F16);
+    assert_eq!((found, counts.reloaded, counts.failed), (4, 3, 1));
+    // A flipped bit of a block, and missing blocks.
+    save();
+    let blocks = saved.join("blocks");
+    let bytes = fs::read(&blocks).unwrap();
+    let mut other = bytes.clone();
+    other[5] ^= 1;
+    fs::write(&blocks, &other).unwrap();
+    let (found, counts) = open(KvType::F16);
+    assert_eq!((found, counts.reloaded, counts.failed), (4, 3, 1));
+    assert_eq!(open(KvType::F16).0, 3);
+    save();
+    fs::write(&blocks, &bytes[..100]).unwrap();
+    let (found, counts) = open(KvType::F16);
+    assert_eq!((found, counts.reloaded, counts.failed), (4, 0, 4));
     // The model file was rewritten.
     save();
     tiny(&path, Architecture::Qwen3, GgmlDType::F16);
-    restore(4096, KvType::F16, true).unwrap_err();
-    // A folder that does not exist.
+    assert_eq!(open(KvType::F16).0, 0);
+}
+
+#[test]
+fn what_an_interrupted_run_has_left_is_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let saved = folder.path().join("saved");
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    // The file of an earlier version.
+    fs::write(&saved, "cotenant-conversations 2").unwrap();
     let mut talk = talked(&path);
-    let nowhere = folder.path().join("none/saved");
-    talk.model
-        .save_conversations(&talk.held, &nowhere)
-        .unwrap_err();
+    talk.open(&saved, true);
+    // An interrupted conversation is saved later.
+    let mut left = 3;
+    let interrupted = talk.model.save_conversation(&talk.held, DUE, &mut || {
+        left -= 1;
+        left > 0
+    });
+    assert_eq!(interrupted, SaveStep::Busy);
+    assert_eq!(talk.model.saved_view(&[]).conversations, []);
+    assert_eq!(talk.save(), 4);
+    let bytes = talk.model.saved_view(&[]).bytes;
+    assert_eq!(
+        fs::metadata(saved.join("blocks")).unwrap().len(),
+        bytes.get()
+    );
+    drop(talk);
+    // Killed after the blocks of another one, and within its header.
+    let blocks = fs::File::options().append(true).open(saved.join("blocks"));
+    io::Write::write_all(&mut blocks.unwrap(), &[7; 300_000]).unwrap();
+    fs::write(saved.join("9.new"), "cotenant-conv").unwrap();
+    let mut later = Talk::new(&path, 4096);
+    later.open(&saved, true);
+    later.save();
+    assert_eq!(go_on(&mut later, &path), [210, 210, 210, 210]);
+    assert!(!saved.join("9.new").exists());
+    assert_eq!(
+        fs::metadata(saved.join("blocks")).unwrap().len(),
+        bytes.get()
+    );
+}
+
+#[test]
+fn a_full_disk_costs_no_conversation_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let saved = folder.path().join("saved");
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    fs::create_dir(&saved).unwrap();
+    symlink("/dev/full", saved.join("blocks")).unwrap();
+    let mut talk = talked(&path);
+    talk.open(&saved, true);
+    let step = loop {
+        match talk.model.save_conversation(&talk.held, DUE, &mut || true) {
+            SaveStep::Busy => std::thread::yield_now(),
+            step => break step,
+        }
+    };
+    assert_eq!(step, SaveStep::Failed);
+    let view = talk.model.saved_view(&[]);
+    assert_eq!((view.conversations.len(), view.counts.failed), (0, 1));
+    assert_eq!(go_on(&mut talk, &path), [210, 210, 210, 210]);
+    // A folder that cannot be created.
+    let mut talk = talked(&path);
+    talk.open(&folder.path().join("none/saved"), true);
+    assert_eq!(talk.save(), 0);
+    assert_eq!(talk.model.saved_view(&[]).counts.failed, 1);
 }
