@@ -353,7 +353,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
 }
 
 /// As the engine chooses without a setting: one for each physical core.
-pub(super) fn threads_here() -> usize {
+pub(crate) fn threads_here() -> usize {
     usable_cores(&ProbeRoot::default())
 }
 
