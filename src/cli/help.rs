@@ -7,7 +7,7 @@ use clap::Command;
 /// Groups, with the commands of each in display order.
 const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
-    ("Plan", &["check", "plan", "catalogue", "calibrate"]),
+    ("Plan", &["check", "plan", "catalogue", "pull", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
     (
         "Look",

@@ -45,6 +45,14 @@ impl Progress {
         }
     }
 
+    /// Removes the line; the next one is drawn where it was.
+    pub(super) fn clear(&mut self) {
+        if !self.drawn.is_empty() {
+            self.write("\r\x1b[K");
+            self.drawn.clear();
+        }
+    }
+
     /// Ignores write errors: progress is only informative.
     fn write(&self, text: &str) {
         let mut terminal = io::stderr().lock();
@@ -56,9 +64,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if !self.drawn.is_empty() {
-            self.write("\r\x1b[K");
-        }
+        self.clear();
     }
 }
 

@@ -352,7 +352,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
 }
 
 /// Returns the engine's default: one thread per physical core.
-pub(super) fn threads_here() -> usize {
+pub(crate) fn threads_here() -> usize {
     usable_cores(&ProbeRoot::default())
 }
 

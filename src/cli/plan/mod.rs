@@ -47,6 +47,7 @@ use cotenant_policy::{
     params::{EngineParams, MachineMemory, Params, ResidencyMode, Scope, WorkerParams},
 };
 use cotenant_units::{Bytes, Tokens};
+use serde_json::Value;
 
 /// Arguments of `plan`.
 #[derive(Clone, Debug, clap::Args)]
@@ -84,9 +85,19 @@ pub struct PlanArgs {
     svg: Option<PathBuf>,
 }
 
+/// A model's memory and speed on a device.
+pub(super) struct Planned {
+    device: Device,
+    stack: Stack,
+    inspected: Inspected,
+    forecast: Forecast,
+    /// The tensors beside a `config.json`.
+    safetensors: Vec<TensorGroup>,
+}
+
 /// Prints the plan; exit code 78 if the stack cannot work on the device.
 pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError> {
-    let mut device = match &args.device {
+    let device = match &args.device {
         Some(name) => Device::named(name)?,
         None => Device::here(&args.calibration)?,
     };
@@ -103,7 +114,6 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
         .and_then(|config| config.llm.as_ref())
         .map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
-    device.compare(|| Setting::here(&inspected, threads.unwrap_or_else(threads_here)));
     if let Some(context) = args
         .context
         .filter(|context| *context > inspected.shape.context_max.get())
@@ -114,27 +124,88 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
         );
     }
     let stack = stack(args, config.as_ref(), &device)?;
-    let forecast = Forecast::new(&device, &stack, &inspected)
-        .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
+    let threads = threads.unwrap_or_else(threads_here);
+    let planned = Planned {
+        safetensors: safetensors(&model),
+        ..Planned::new(device, stack, inspected, threads)?
+    };
     if let Some(path) = &args.svg {
-        let picture = svg::bar(&device, &stack, &forecast);
+        let picture = svg::bar(&planned.device, &planned.stack, &planned.forecast);
         std::fs::write(path, picture).map_err(|error| {
             CliError::failed(format!("cannot write `{}`", path.display()), error)
         })?;
     }
-    let beside = safetensors(&model);
     match global.output {
-        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, &beside))?,
-        format => output::write_json(
-            format,
-            &report::json(&device, &stack, &inspected, &forecast, &beside),
-        )?,
+        Output::Table => output::write(&planned.text())?,
+        format => output::write_json(format, &planned.json())?,
     }
-    Ok(ExitCode::from(if forecast.verdict.works() {
+    Ok(ExitCode::from(if planned.works() {
         exit::OK
     } else {
         exit::CONFIG
     }))
+}
+
+impl Planned {
+    /// The plan of an inspected GGUF file alone on this machine, with default settings.
+    pub(super) fn here(inspected: Inspected) -> Result<Self, CliError> {
+        let device = Device::here(Path::new(calibrate::DEFAULT_FILE))?;
+        let defaults =
+            Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
+        let reserve = defaults.budget.reserve_of(device.memory);
+        let stack = Stack::alone(device.memory, reserve, EngineParams::default());
+        Self::new(device, stack, inspected, threads_here())
+    }
+
+    fn new(
+        mut device: Device,
+        stack: Stack,
+        inspected: Inspected,
+        threads: usize,
+    ) -> Result<Self, CliError> {
+        device.compare(|| Setting::here(&inspected, threads));
+        let forecast = Forecast::new(&device, &stack, &inspected)
+            .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
+        Ok(Self {
+            device,
+            stack,
+            inspected,
+            forecast,
+            safetensors: Vec::new(),
+        })
+    }
+
+    /// Whether everything starts.
+    pub(super) const fn works(&self) -> bool {
+        self.forecast.verdict.works()
+    }
+
+    /// Whether it works, in words.
+    pub(super) fn verdict(&self) -> String {
+        report::verdict(&self.stack, &self.forecast)
+    }
+
+    /// The plan for people.
+    pub(super) fn text(&self) -> String {
+        print(
+            &self.device,
+            &self.stack,
+            &self.inspected,
+            &self.forecast,
+            &self.safetensors,
+        )
+    }
+
+    /// The plan for programs.
+    pub(super) fn json(&self) -> Value {
+        report::json(
+            &self.device,
+            &self.stack,
+            &self.inspected,
+            &self.forecast,
+            &self.safetensors,
+        )
+    }
 }
 
 /// Returns answer tokens per second on this machine, in thousandths: with all layers resident, and with all streamed.

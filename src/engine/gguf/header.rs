@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File, Metadata},
-    io::{self, BufReader},
+    io::{self, BufRead, BufReader, Read},
     iter::repeat,
     path::{Path, PathBuf},
 };
@@ -99,9 +99,37 @@ impl Header {
         if file_bytes == 0 {
             return Err(LoadErrorKind::Empty);
         }
-        let asking = WatchedFile::new(&file, &what, watch);
+        let input = BufReader::with_capacity(BUFFER, WatchedFile::new(&file, &what, watch));
+        let (header, parser) = Self::parse(path, input, file_bytes)?;
+        let head = parser.input.into_inner().into_head();
+        Ok((
+            header,
+            OpenFile {
+                file,
+                was: meta,
+                head,
+            },
+        ))
+    }
+
+    /// Length of the header of a file with `file_bytes` bytes that starts with `input`, for a file that is not complete
+    /// yet. Reads little more of `input` than the header.
+    ///
+    /// # Errors
+    /// As [`Self::read`], for this file alone.
+    pub fn length(input: impl Read, file_bytes: Bytes) -> Result<Bytes, LoadErrorKind> {
+        let input = BufReader::with_capacity(BUFFER, input);
+        let (_, parser) = Self::parse(Path::new(""), input, file_bytes.get())?;
+        Ok(Bytes::new(parser.position))
+    }
+
+    fn parse<R: BufRead>(
+        path: &Path,
+        input: R,
+        file_bytes: u64,
+    ) -> Result<(Self, Parser<R>), LoadErrorKind> {
         let mut parser = Parser {
-            input: BufReader::with_capacity(1 << 18, asking),
+            input,
             position: 0,
             file_bytes,
             kept: 0,
@@ -171,7 +199,6 @@ impl Header {
             },
         };
         let data_start = parser.position.next_multiple_of(alignment);
-        let head = parser.input.into_inner().into_head();
         let mut tensors = BTreeMap::new();
         for (name, dims, kind, offset) in raw {
             let info = locate(name, dims, kind, offset, data_start, file_bytes)?;
@@ -192,14 +219,7 @@ impl Header {
                 bytes: Bytes::new(file_bytes),
             }],
         };
-        Ok((
-            header,
-            OpenFile {
-                file,
-                was: meta,
-                head,
-            },
-        ))
+        Ok((header, parser))
     }
 
     /// Path of the file.
@@ -413,6 +433,8 @@ fn refuse_overlaps<'all>(
     Ok(())
 }
 
+/// Bytes of a header that are read at once.
+const BUFFER: usize = 1 << 18;
 /// Start of a Git LFS pointer: `version https://git-lfs.github.com/spec/v1`.
 const LFS_MAGIC: [u8; 4] = *b"vers";
 /// Length limit by its specification.
@@ -486,6 +508,25 @@ mod tests {
         for (token, other) in tokens.iter().zip(others) {
             assert_eq!(token, other.to_string().unwrap());
         }
+    }
+
+    #[test]
+    fn the_length_of_a_header_is_found_in_the_beginning_of_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::Q4KM, 1)
+            .write(&path)
+            .unwrap();
+        let file = fs::read(&path).unwrap();
+        let first = Header::read(&path).unwrap();
+        let first = first.tensors().map(|tensor| tensor.offset).min().unwrap();
+        let whole = Bytes::of_len(file.len());
+        let length = Header::length(&file[..], whole).unwrap();
+        assert_eq!(length.get().next_multiple_of(DEFAULT_ALIGNMENT), first);
+        let header = &file[..length.as_len()];
+        assert_eq!(Header::length(header, whole).unwrap(), length);
+        let short = Header::length(&header[..header.len() - 1], whole);
+        assert!(matches!(short, Err(LoadErrorKind::Truncated { .. })));
     }
 
     #[test]
