@@ -31,7 +31,7 @@ use self::{
         BLOCK, Entry, Index, ModelStamp, Ranges, SavedConversation, SavedMark, Slot, damaged,
         read_header, write_header,
     },
-    transfers::{Done, Folder, PIECE, Transfers},
+    transfers::{BUFFERS, Done, Folder, PIECE, Transfers},
 };
 use super::{
     loaded::Model,
@@ -235,11 +235,8 @@ impl Model {
         due: SaveDue,
         go_on: &mut dyn FnMut() -> bool,
     ) -> SaveStep {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        self.saved.as_mut().map_or(SaveStep::Waits(None), |saved| {
+        let (saved, memory) = self.saved_and_memory();
+        saved.map_or(SaveStep::Waits(None), |saved| {
             saved.save(memory, held, due, go_on)
         })
     }
@@ -254,11 +251,7 @@ impl Model {
         token: Duration,
     ) -> Option<bool> {
         let lost = self.sequence.lost;
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
+        let (saved, memory) = self.saved_and_memory();
         let begun = saved.map_or(Some(false), |saved| {
             let is_open = saved.open() || saved.opening.is_none();
             is_open.then(|| saved.begin_reload(memory, held, asked, token))
@@ -272,33 +265,30 @@ impl Model {
     /// Begins to read the most recent conversation that an earlier run has saved and that fits in free capacity; `held`
     /// are the tokens of the sequence. Returns whether it has begun, `None` while it is not known which there are.
     pub fn begin_read_ahead(&mut self, held: &[u32]) -> Option<bool> {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
+        let (saved, memory) = self.saved_and_memory();
         saved.map_or(Some(false), |saved| saved.begin_read_ahead(memory, held))
     }
 
     /// Continues a reload, for which it waits at most `patience`; returns whether it is still in progress.
     pub fn reload(&mut self, patience: Duration) -> bool {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
+        let (saved, memory) = self.saved_and_memory();
         saved.is_some_and(|saved| saved.go_on(memory, patience))
     }
 
     /// Ends a reload. Of a conversation that can be cut back anywhere, the tokens read so far stay.
     pub fn end_reload(&mut self) {
+        let (saved, memory) = self.saved_and_memory();
+        if let Some(saved) = saved {
+            saved.end(memory.sequence);
+        }
+    }
+
+    fn saved_and_memory(&mut self) -> (Option<&mut Saved>, Memory<'_>) {
         let memory = Memory {
             sequence: &mut self.sequence,
             backend: self.backend.as_mut(),
         };
-        if let Some(saved) = self.saved.as_mut() {
-            saved.end(memory);
-        }
+        (self.saved.as_mut(), memory)
     }
 
     /// Parked conversations, in the order in which they were parked.
@@ -604,7 +594,7 @@ impl Saved {
         let of_copies = copies.iter().filter(|(.., same)| same.is_none());
         let of_copies: usize = of_copies.map(|(_, places, ..)| places.len()).sum();
         let wanted = blocks.saturating_sub(known.len()) + of_copies;
-        if wanted > self.index.free() || self.index.is_full(tokens.len()) {
+        if wanted > self.index.free() || self.index.is_full(client, tokens) {
             return None;
         }
         let mut fresh = Vec::with_capacity(wanted);
@@ -951,11 +941,17 @@ impl Saved {
 
     fn go_on(&mut self, memory: Memory<'_>, patience: Duration) -> bool {
         let Memory { sequence, backend } = memory;
-        let went_on = self.read_some(sequence, backend, patience);
+        let mut went_on = self.read_some(sequence, backend, patience);
+        // The buffers that were filled meanwhile.
+        for _ in 1..BUFFERS {
+            if matches!(went_on, Ok(true)) {
+                went_on = self.read_some(sequence, backend, Duration::ZERO);
+            }
+        }
         let is_over = match (&went_on, &self.reload) {
             (Err(_), _) => true,
-            (Ok(()), Some(reload)) => reload.left == 0 || Instant::now() >= reload.until,
-            (Ok(()), None) => return false,
+            (Ok(_), Some(reload)) => reload.left == 0 || Instant::now() >= reload.until,
+            (Ok(_), None) => return false,
         };
         if !is_over {
             return true;
@@ -973,18 +969,19 @@ impl Saved {
                 self.remove(number);
             }
         }
-        self.end(Memory { sequence, backend });
+        self.end(sequence);
         false
     }
 
+    /// Waits at most `patience` for the next piece; returns whether one has arrived.
     fn read_some(
         &mut self,
         sequence: &mut Sequence,
         backend: &mut dyn Backend,
         patience: Duration,
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         let (Some(reload), Some((_, transfers))) = (&mut self.reload, &mut self.disk) else {
-            return Ok(());
+            return Ok(false);
         };
         while let Some(piece) = reload.pieces.get(reload.next)
             && let Some(buffer) = transfers.buffer()?
@@ -993,7 +990,7 @@ impl Saved {
             reload.next += 1;
         }
         let Some(done) = transfers.take(patience)? else {
-            return Ok(());
+            return Ok(false);
         };
         let Done {
             tag: (series, number),
@@ -1002,7 +999,7 @@ impl Saved {
             took,
         } = done;
         let Some(mut buffer) = buffer else {
-            return Ok(());
+            return Ok(true);
         };
         let piece = reload.pieces.get_mut(number);
         let result = match piece.filter(|_| series == self.series) {
@@ -1039,10 +1036,10 @@ impl Saved {
             },
         };
         transfers.put_back(buffer);
-        result
+        result.map(|()| true)
     }
 
-    fn end(&mut self, memory: Memory<'_>) {
+    fn end(&mut self, sequence: &mut Sequence) {
         let Some(reload) = self.reload.take() else {
             return;
         };
@@ -1054,7 +1051,6 @@ impl Saved {
             Target::Block(number) => number * BLOCK,
             Target::Copy(..) => 0,
         });
-        let sequence = memory.sequence;
         let whole = whole.min().unwrap_or(reload.tokens.len());
         let is_part = whole < reload.tokens.len();
         if is_part && (whole <= reload.shared || sequence.has_copies()) {
