@@ -29,7 +29,7 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use self::worker::Worker;
+use self::worker::{FOLDER_MAX, Worker};
 use super::{
     disk::{DiskTimeout, Retained},
     drafts::PassSpeed,
@@ -422,6 +422,7 @@ impl Worker {
 
     /// Reads conversations of an earlier run into free capacity, until a command or a request waits.
     fn read_ahead(&mut self) {
+        let began = Instant::now();
         let before = self.engine_loop.state.saved.counts.reloaded;
         let shared = Arc::clone(&self.engine_loop.shared);
         let Some(model) = self.model.as_mut() else {
@@ -430,6 +431,7 @@ impl Worker {
         while !shared.is_wanted() {
             match model.begin_read_ahead(&self.sequence) {
                 Some(false) => break,
+                None if began.elapsed() >= FOLDER_MAX => break,
                 None => std::thread::sleep(DISK_STEP),
                 Some(true) => {
                     while model.reload(DISK_STEP) {

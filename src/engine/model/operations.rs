@@ -1,6 +1,6 @@
 //! Operations of a model: opening, computing, changes of plan, and its sequences.
 
-use std::path::Path;
+use std::{io, path::Path, time::Duration};
 
 use super::{
     batch::Span,
@@ -8,8 +8,9 @@ use super::{
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
-    parked::{Asked, Lane, Selected},
+    parked::{Asked, Kept, Lane, Selected},
     pass, residency,
+    saved::{Memory, SaveDue, SaveStep, Saved, SavedView},
 };
 use crate::{
     backend,
@@ -200,6 +201,100 @@ impl Model {
     #[must_use]
     pub const fn rows_max(&self) -> usize {
         self.workspace.chunk()
+    }
+
+    /// Begins to read which conversations are saved in the folder at `path`, and keeps further ones there.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub fn open_saved(&mut self, path: &Path) -> io::Result<()> {
+        let files = self.header.parts().iter().map(|part| part.path.clone());
+        let factors = self.weights.rope_factors().unwrap_or_default();
+        let sizes = (&self.sequence.cache, self.vocabulary());
+        self.saved = Some(Saved::start(path, files.collect(), factors, sizes)?);
+        Ok(())
+    }
+
+    /// Saves the next conversation that is due, including the sequence, whose tokens are `held`; polls `go_on` between
+    /// transfers.
+    pub fn save_conversation(
+        &mut self,
+        held: &[u32],
+        due: SaveDue,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> SaveStep {
+        let (saved, memory) = self.saved_and_memory();
+        saved.map_or(SaveStep::Waits(None), |saved| {
+            saved.save(memory, held, due, go_on)
+        })
+    }
+
+    /// Begins to read back a saved conversation of which a prompt can reuse more than of those in memory, if that is
+    /// faster than computing its tokens in `token` each. Returns whether it has begun: the sequence, whose tokens are
+    /// `held`, is parked then, and an empty one begins. `None` while it is not known which conversations there are.
+    pub fn begin_reload(
+        &mut self,
+        held: &[u32],
+        asked: Asked<'_>,
+        token: Duration,
+    ) -> Option<bool> {
+        let lost = self.sequence.lost;
+        let (saved, memory) = self.saved_and_memory();
+        let begun = saved.map_or(Some(false), |saved| {
+            let is_known = !saved.is_opening();
+            is_known.then(|| saved.begin_reload(memory, held, asked, token))
+        });
+        if begun == Some(true) && lost {
+            self.restart_stream();
+        }
+        begun
+    }
+
+    /// Begins to read the most recent conversation that an earlier run has saved and that fits in free capacity; `held`
+    /// are the tokens of the sequence. Returns whether it has begun, `None` while it is not known which there are.
+    pub fn begin_read_ahead(&mut self, held: &[u32]) -> Option<bool> {
+        let (saved, memory) = self.saved_and_memory();
+        saved.map_or(Some(false), |saved| saved.begin_read_ahead(memory, held))
+    }
+
+    /// Continues a reload, for which it waits at most `patience`; returns whether it is still in progress.
+    pub fn reload(&mut self, patience: Duration) -> bool {
+        let (saved, memory) = self.saved_and_memory();
+        saved.is_some_and(|saved| saved.go_on(memory, patience))
+    }
+
+    /// Ends a reload. Of a conversation that can be cut back anywhere, the tokens read so far stay.
+    pub fn end_reload(&mut self) {
+        let (saved, memory) = self.saved_and_memory();
+        if let Some(saved) = saved {
+            saved.end(memory.sequence);
+        }
+    }
+
+    fn saved_and_memory(&mut self) -> (Option<&mut Saved>, Memory<'_>) {
+        let memory = Memory {
+            sequence: &mut self.sequence,
+            backend: self.backend.as_mut(),
+        };
+        (self.saved.as_mut(), memory)
+    }
+
+    /// Parked conversations, in the order in which they were parked.
+    #[must_use]
+    pub fn kept_conversations(&self) -> Vec<Kept> {
+        let mut kept = self.sequence.kept_conversations();
+        if let Some(saved) = &self.saved {
+            saved.note_kept(&mut kept, &self.sequence);
+        }
+        kept
+    }
+
+    /// Saved conversations; `held` are the tokens of the sequence.
+    #[must_use]
+    pub fn saved_view(&self, held: &[u32]) -> SavedView {
+        let client = self.sequence.conversation.client.as_deref();
+        let saved = self.saved.as_ref();
+        saved.map_or_else(SavedView::default, |saved| saved.view(client, held))
     }
 
     /// Makes the sequence, whose tokens are `held`, a lane that is computed beside others, and begins a new sequence.

@@ -31,14 +31,16 @@ use self::{
         BLOCK, Entry, Index, ModelStamp, Ranges, SavedConversation, SavedMark, Slot, damaged,
         read_header, write_header,
     },
-    transfers::{Done, Folder, PIECE, Transfers},
+    transfers::{BUFFERS, Done, Folder, PIECE, Transfers},
 };
 use super::{
-    loaded::Model,
     parked::{Asked, Conversation, Kept, LOST_MIN, Lane},
     sequence::{Restored, Sequence},
 };
-use crate::{backend::Backend, kv::Copy as KvCopy};
+use crate::{
+    backend::Backend,
+    kv::{Copy as KvCopy, KvCache},
+};
 use cotenant_policy::{kv_type::KvType, speed::Calibration};
 use cotenant_units::{Bytes, Tokens};
 
@@ -179,31 +181,30 @@ struct Draft {
 }
 
 /// The model's sequences, and their backend.
-struct Memory<'model> {
-    sequence: &'model mut Sequence,
-    backend: &'model mut dyn Backend,
+pub(super) struct Memory<'model> {
+    pub(super) sequence: &'model mut Sequence,
+    pub(super) backend: &'model mut dyn Backend,
 }
 
-impl Model {
-    /// Begins to read which conversations are saved in the folder at `path`, and keeps further ones there.
-    ///
-    /// # Errors
-    /// When no thread can be started.
-    pub fn open_saved(&mut self, path: &Path) -> io::Result<()> {
-        let cache = &self.sequence.cache;
+impl Saved {
+    /// Begins to read which conversations are saved in the folder at `path`, for the model with these `files`, rotary
+    /// `factors` and `vocabulary`.
+    pub(super) fn start(
+        path: &Path,
+        files: Vec<PathBuf>,
+        factors: &[f32],
+        (cache, vocabulary): (&KvCache, u32),
+    ) -> io::Result<Self> {
         let index = Index::new(cache.place_len_of(KvType::F16));
         let (sink, opening) = mpsc::channel();
         let folder = path.to_owned();
-        let files = self.header.parts().iter().map(|part| part.path.clone());
-        let files: Vec<PathBuf> = files.collect();
-        let factors = self.weights.rope_factors().unwrap_or_default();
         let factors = factors.iter().flat_map(|factor| factor.to_le_bytes());
         let rotary = crc32fast::hash(&factors.collect::<Vec<u8>>());
         let place_bytes: BTreeMap<KvType, usize> = KvType::ALL
             .into_iter()
             .map(|kind| (kind, cache.place_len_of(kind)))
             .collect();
-        let expected = (index.slot_bytes(), self.vocabulary());
+        let expected = (index.slot_bytes(), vocabulary);
         thread::Builder::new()
             .name("cotenant-saver".to_owned())
             .spawn(move || {
@@ -212,7 +213,7 @@ impl Model {
                 // The engine may have ended.
                 sink.send(found).ok();
             })?;
-        self.saved = Some(Saved {
+        Ok(Self {
             index,
             opening: Some(opening),
             disk: None,
@@ -223,117 +224,31 @@ impl Model {
             read_ns_per_mib: Calibration::FIELD.read_ns_per_mib,
             token: Duration::ZERO,
             counts: SavedCounts::default(),
-        });
-        Ok(())
-    }
-
-    /// Saves the next conversation that is due, including the sequence, whose tokens are `held`; polls `go_on` between
-    /// transfers.
-    pub fn save_conversation(
-        &mut self,
-        held: &[u32],
-        due: SaveDue,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> SaveStep {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        self.saved.as_mut().map_or(SaveStep::Waits(None), |saved| {
-            saved.save(memory, held, due, go_on)
         })
     }
 
-    /// Begins to read back a saved conversation of which a prompt can reuse more than of those in memory, if that is
-    /// faster than computing its tokens in `token` each. Returns whether it has begun: the sequence, whose tokens are
-    /// `held`, is parked then, and an empty one begins. `None` while it is not known which conversations there are.
-    pub fn begin_reload(
-        &mut self,
-        held: &[u32],
-        asked: Asked<'_>,
-        token: Duration,
-    ) -> Option<bool> {
-        let lost = self.sequence.lost;
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
-        let begun = saved.map_or(Some(false), |saved| {
-            let is_open = saved.open() || saved.opening.is_none();
-            is_open.then(|| saved.begin_reload(memory, held, asked, token))
-        });
-        if begun == Some(true) && lost {
-            self.restart_stream();
-        }
-        begun
-    }
-
-    /// Begins to read the most recent conversation that an earlier run has saved and that fits in free capacity; `held`
-    /// are the tokens of the sequence. Returns whether it has begun, `None` while it is not known which there are.
-    pub fn begin_read_ahead(&mut self, held: &[u32]) -> Option<bool> {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
-        saved.map_or(Some(false), |saved| saved.begin_read_ahead(memory, held))
-    }
-
-    /// Continues a reload, for which it waits at most `patience`; returns whether it is still in progress.
-    pub fn reload(&mut self, patience: Duration) -> bool {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        let saved = self.saved.as_mut();
-        saved.is_some_and(|saved| saved.go_on(memory, patience))
-    }
-
-    /// Ends a reload. Of a conversation that can be cut back anywhere, the tokens read so far stay.
-    pub fn end_reload(&mut self) {
-        let memory = Memory {
-            sequence: &mut self.sequence,
-            backend: self.backend.as_mut(),
-        };
-        if let Some(saved) = self.saved.as_mut() {
-            saved.end(memory);
-        }
-    }
-
-    /// Parked conversations, in the order in which they were parked.
-    #[must_use]
-    pub fn kept_conversations(&self) -> Vec<Kept> {
-        let mut kept = self.sequence.kept_conversations();
-        let Some(saved) = &self.saved else {
-            return kept;
-        };
-        for (kept, (_, parked)) in kept.iter_mut().zip(self.sequence.idle()) {
+    /// Notes which of the kept conversations are saved, and what their eviction costs.
+    pub(super) fn note_kept(&self, kept: &mut [Kept], sequence: &Sequence) {
+        for (kept, (_, parked)) in kept.iter_mut().zip(sequence.idle()) {
             let mark = parked.marks.last().map_or(0, |mark| mark.position);
-            let (client, kind) = (kept.client.as_deref(), self.sequence.cache.kind());
-            let entry = saved.index.covering(client, kind, (&parked.tokens, mark));
+            let (client, kind) = (kept.client.as_deref(), sequence.cache.kind());
+            let entry = self.index.covering(client, kind, (&parked.tokens, mark));
             kept.saved = entry.map(|entry| entry.number);
-            let read = entry.map(|entry| saved.reading(saved.bytes_of(&entry.saved)));
+            let read = entry.map(|entry| self.reading(self.bytes_of(&entry.saved)));
             let in_tokens =
-                read.and_then(|read| read.as_nanos().checked_div(saved.token.as_nanos()));
+                read.and_then(|read| read.as_nanos().checked_div(self.token.as_nanos()));
             if let Some(tokens) = in_tokens {
                 let tokens = Tokens::new(u32::try_from(tokens).unwrap_or(u32::MAX));
                 kept.lost = kept.lost.min(tokens);
             }
         }
-        kept
     }
 
-    /// Saved conversations; `held` are the tokens of the sequence.
-    #[must_use]
-    pub fn saved_view(&self, held: &[u32]) -> SavedView {
-        let client = self.sequence.conversation.client.as_deref();
-        let saved = self.saved.as_ref();
-        saved.map_or_else(SavedView::default, |saved| saved.view(client, held))
+    /// Whether it is not known yet which conversations there are.
+    pub(super) fn is_opening(&mut self) -> bool {
+        !self.open() && self.opening.is_some()
     }
-}
 
-impl Saved {
     /// Takes over what was found at the start; returns the folder and the transfers if they are open.
     fn open(&mut self) -> bool {
         let found = self.opening.as_ref().map(mpsc::Receiver::try_recv);
@@ -401,7 +316,7 @@ impl Saved {
         Duration::from_nanos(self.read_ns_per_mib.saturating_mul(kib) / 1024)
     }
 
-    fn view(&self, client: Option<&str>, held: &[u32]) -> SavedView {
+    pub(super) fn view(&self, client: Option<&str>, held: &[u32]) -> SavedView {
         let on_disk = |entry: &Entry| OnDisk {
             number: entry.number,
             client: entry.saved.client.clone(),
@@ -421,7 +336,7 @@ impl Saved {
         }
     }
 
-    fn save(
+    pub(super) fn save(
         &mut self,
         memory: Memory<'_>,
         held: &[u32],
@@ -604,7 +519,7 @@ impl Saved {
         let of_copies = copies.iter().filter(|(.., same)| same.is_none());
         let of_copies: usize = of_copies.map(|(_, places, ..)| places.len()).sum();
         let wanted = blocks.saturating_sub(known.len()) + of_copies;
-        if wanted > self.index.free() || self.index.is_full(tokens.len()) {
+        if wanted > self.index.free() || self.index.is_full(client, tokens) {
             return None;
         }
         let mut fresh = Vec::with_capacity(wanted);
@@ -767,7 +682,7 @@ impl Saved {
         Ok(true)
     }
 
-    fn begin_reload(
+    pub(super) fn begin_reload(
         &mut self,
         memory: Memory<'_>,
         held: &[u32],
@@ -841,7 +756,7 @@ impl Saved {
         true
     }
 
-    fn begin_read_ahead(&mut self, memory: Memory<'_>, held: &[u32]) -> Option<bool> {
+    pub(super) fn begin_read_ahead(&mut self, memory: Memory<'_>, held: &[u32]) -> Option<bool> {
         let is_in_reach = memory.sequence.cache.bytes_at(0).is_some();
         if !self.open() || self.reload.is_some() || !is_in_reach {
             return self.opening.is_none().then_some(false);
@@ -949,13 +864,19 @@ impl Saved {
         true
     }
 
-    fn go_on(&mut self, memory: Memory<'_>, patience: Duration) -> bool {
+    pub(super) fn go_on(&mut self, memory: Memory<'_>, patience: Duration) -> bool {
         let Memory { sequence, backend } = memory;
-        let went_on = self.read_some(sequence, backend, patience);
+        let mut went_on = self.read_some(sequence, backend, patience);
+        // The buffers that were filled meanwhile.
+        for _ in 1..BUFFERS {
+            if matches!(went_on, Ok(true)) {
+                went_on = self.read_some(sequence, backend, Duration::ZERO);
+            }
+        }
         let is_over = match (&went_on, &self.reload) {
             (Err(_), _) => true,
-            (Ok(()), Some(reload)) => reload.left == 0 || Instant::now() >= reload.until,
-            (Ok(()), None) => return false,
+            (Ok(_), Some(reload)) => reload.left == 0 || Instant::now() >= reload.until,
+            (Ok(_), None) => return false,
         };
         if !is_over {
             return true;
@@ -973,18 +894,19 @@ impl Saved {
                 self.remove(number);
             }
         }
-        self.end(Memory { sequence, backend });
+        self.end(sequence);
         false
     }
 
+    /// Waits at most `patience` for the next piece; returns whether one has arrived.
     fn read_some(
         &mut self,
         sequence: &mut Sequence,
         backend: &mut dyn Backend,
         patience: Duration,
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         let (Some(reload), Some((_, transfers))) = (&mut self.reload, &mut self.disk) else {
-            return Ok(());
+            return Ok(false);
         };
         while let Some(piece) = reload.pieces.get(reload.next)
             && let Some(buffer) = transfers.buffer()?
@@ -993,7 +915,7 @@ impl Saved {
             reload.next += 1;
         }
         let Some(done) = transfers.take(patience)? else {
-            return Ok(());
+            return Ok(false);
         };
         let Done {
             tag: (series, number),
@@ -1002,7 +924,7 @@ impl Saved {
             took,
         } = done;
         let Some(mut buffer) = buffer else {
-            return Ok(());
+            return Ok(true);
         };
         let piece = reload.pieces.get_mut(number);
         let result = match piece.filter(|_| series == self.series) {
@@ -1039,10 +961,10 @@ impl Saved {
             },
         };
         transfers.put_back(buffer);
-        result
+        result.map(|()| true)
     }
 
-    fn end(&mut self, memory: Memory<'_>) {
+    pub(super) fn end(&mut self, sequence: &mut Sequence) {
         let Some(reload) = self.reload.take() else {
             return;
         };
@@ -1054,7 +976,6 @@ impl Saved {
             Target::Block(number) => number * BLOCK,
             Target::Copy(..) => 0,
         });
-        let sequence = memory.sequence;
         let whole = whole.min().unwrap_or(reload.tokens.len());
         let is_part = whole < reload.tokens.len();
         if is_part && (whole <= reload.shared || sequence.has_copies()) {

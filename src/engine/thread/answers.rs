@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::worker::{Answer, ROOM_LOOK, Worker, position_of};
+use super::worker::{Answer, FOLDER_MAX, ROOM_LOOK, Worker, position_of};
 use crate::{
     answer::answer_tags,
     drafts::Drafter,
@@ -769,9 +769,6 @@ const ANSWER_BEGINS: usize = 8;
 /// Alignment of marks: the number of tokens that a recurrent layer computes at once, so that a prompt continued from a
 /// mark is divided as one read from the start.
 const MARK_STEP: usize = 64;
-
-/// Maximum time that a prompt waits for the folder of saved conversations. Our choice.
-const FOLDER_MAX: Duration = Duration::from_secs(1);
 
 /// Interval of command points while a conversation is read back.
 const RELOAD_STEP: Duration = Duration::from_millis(1);

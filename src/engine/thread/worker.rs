@@ -523,6 +523,7 @@ impl Worker {
             // More than the plan's if a read hung or the form needed tables.
             self.engine_loop.note_held(&**model);
         }
+        self.note_saved();
         self.engine_loop.finish(answer.id, &rest, outcome);
     }
 
@@ -568,6 +569,9 @@ pub(super) const ROOM_LOOK: Duration = Duration::from_millis(1);
 /// Maximum number of forced tokens computed at once. Our choice: enough for the names and punctuation of some tool
 /// calls; further forced tokens are computed one by one.
 const FORCED_MAX: usize = 64;
+
+/// Maximum time to wait for the folder of saved conversations after a start. Our choice.
+pub(super) const FOLDER_MAX: Duration = Duration::from_secs(1);
 
 /// Pause after an answer before conversations that have been idle for long are saved. Our choice: a client that asks
 /// again at once does not interrupt it.

@@ -201,10 +201,16 @@ impl Index {
         self.slots_max
     }
 
-    /// Whether there are as many conversations or tokens as permitted, with one more of `tokens` tokens.
-    pub(super) fn is_full(&self, tokens: usize) -> bool {
-        let all: usize = self.entries.iter().map(|one| one.saved.tokens.len()).sum();
-        self.entries.len() >= ENTRIES_MAX || all + tokens > TOKENS_MAX
+    /// Whether there are as many conversations or tokens as permitted, without those that one of `tokens` replaces.
+    pub(super) fn is_full(&self, client: Option<&str>, tokens: &[u32]) -> bool {
+        let replaced = self.replaced_by(client, tokens);
+        let left = self
+            .entries
+            .iter()
+            .filter(|one| !replaced.contains(&one.number));
+        let lengths: Vec<usize> = left.map(|one| one.saved.tokens.len()).collect();
+        let all = lengths.iter().sum::<usize>() + tokens.len();
+        lengths.len() >= ENTRIES_MAX || all > TOKENS_MAX
     }
 
     /// Removes a conversation; returns the ranges that no other one uses.
@@ -352,3 +358,73 @@ const BYTES_MAX: usize = 1 << 30;
 const ENTRIES_MAX: usize = 64;
 /// Maximum tokens of all saved conversations, which are kept on the heap: 4 MiB.
 const TOKENS_MAX: usize = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn saved(
+        client: &str,
+        tokens: impl Iterator<Item = u32>,
+        slots: &[usize],
+    ) -> SavedConversation {
+        let slot = |number: &usize| Slot {
+            number: *number,
+            checks: vec![0],
+        };
+        SavedConversation {
+            client: Some(client.to_owned()),
+            end: 60,
+            tokens: tokens.collect(),
+            kind: KvType::F16,
+            precision: KvType::F16,
+            blocks: slots.iter().map(slot).collect(),
+            marks: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn slots_are_free_once_no_conversation_uses_them() {
+        let mut index = Index::new(10_000);
+        assert_eq!(index.slot_bytes(), 12_288);
+        let taken: Vec<usize> = (0..3).map(|_| index.take().unwrap()).collect();
+        assert_eq!(taken, [0, 1, 2]);
+        index.add(1, saved("hall", 0..130, &[0, 1, 2]), &taken);
+        index.adopt(2, saved("hall", 0..190, &[0, 1, 3]));
+        assert_eq!(index.take(), Some(4));
+        index.give_back(&[4]);
+        // The client's longer version replaces the first; both share two slots.
+        let tokens: Vec<u32> = (0..190).collect();
+        assert_eq!(index.replaced_by(Some("hall"), &tokens), [1, 2]);
+        assert_eq!(index.replaced_by(Some("study"), &tokens), [0; 0]);
+        assert_eq!(index.remove(1), [(2 * 12_288, 12_288)]);
+        assert_eq!(index.remove(1), []);
+        assert_eq!(index.take(), Some(2));
+        assert_eq!(index.unused(u64::MAX), (Vec::new(), 4 * 12_288));
+        assert_eq!(index.remove(2).len(), 3);
+        assert_eq!(index.free(), index.slots_max() - 1);
+    }
+
+    #[test]
+    fn conversations_tokens_and_bytes_are_limited() {
+        let mut index = Index::new(BYTES_MAX / 4);
+        let taken: Vec<usize> = std::iter::from_fn(|| index.take()).collect();
+        assert_eq!((taken.len(), index.free()), (4, 0));
+        let another: Vec<u32> = (500..600).collect();
+        for number in 1..=64 {
+            assert!(!index.is_full(None, &another));
+            let number = u32::try_from(number).unwrap();
+            index.adopt(
+                number.into(),
+                saved("hall", number * 1000..number * 1000 + 100, &[]),
+            );
+        }
+        assert!(index.is_full(Some("hall"), &another));
+        // Unless it replaces one of them.
+        let next: Vec<u32> = (1000..1200).collect();
+        assert!(!index.is_full(Some("hall"), &next));
+        let mut index = Index::new(4096);
+        index.adopt(1, saved("hall", 0..1 << 20, &[]));
+        assert!(index.is_full(None, &another));
+    }
+}

@@ -366,7 +366,7 @@ const BLOCKS: &str = "blocks";
 /// Bytes of one transfer. Our choice: a card that reads 20 MB/s takes 50 ms for one.
 pub(super) const PIECE: usize = 1 << 20;
 /// Number of buffers, and of threads: one transfer is in progress while the bytes of another are copied.
-const BUFFERS: usize = 2;
+pub(super) const BUFFERS: usize = 2;
 /// Alignment of direct transfers: that of disks with large sectors.
 pub(super) const ALIGNMENT: usize = 4096;
 /// Time after which a disk counts as stalled: that of weights.
