@@ -7,7 +7,7 @@ use clap::Command;
 /// The groups, and the commands of each in the order in which they are shown.
 const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
-    ("Plan", &["check", "plan", "catalogue", "calibrate"]),
+    ("Plan", &["check", "plan", "catalogue", "pull", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
     (
         "Look",

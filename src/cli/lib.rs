@@ -2,7 +2,7 @@
 //!
 //! Data is written to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for
 //! each item; names are those of proto3 JSON, except that 64-bit integers are numbers. Environment variables read:
-//! `COTENANT_ENDPOINT`.
+//! `COTENANT_ENDPOINT`; by `pull` also `HF_TOKEN`, `HF_ENDPOINT` and those of proxies and certificates.
 
 mod ascii_chart;
 pub mod bench;
@@ -27,6 +27,7 @@ mod plan;
 mod plot;
 mod postmortem;
 mod progress;
+mod pull;
 mod quantity;
 mod replay;
 mod serve;
@@ -73,6 +74,8 @@ pub enum Command {
     Plan(plan::PlanArgs),
     /// List which common models fit on which board, and with how much context.
     Catalogue(plan::catalogue::CatalogueArgs),
+    /// Fetch a model from Hugging Face, Ollama's registry or a URL, and show its plan first.
+    Pull(pull::PullArgs),
     /// Measure what this machine computes and reads, for `plan`.
     Calibrate(plan::calibrate::CalibrateArgs),
     /// Run a demonstration of the whole stack, in under a minute.
@@ -188,6 +191,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Check(verb) => Ok(check::run(&global, &verb)),
         Command::Plan(verb) => plan::run(&global, &verb),
         Command::Catalogue(verb) => done(plan::catalogue::run(&global, &verb)),
+        Command::Pull(verb) => pull::run(&global, &verb),
         Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
         Command::Demo(verb) => Ok(demo::run(&global, &verb)),
         Command::Bench(verb) => bench::run(&global, &verb),

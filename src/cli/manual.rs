@@ -107,6 +107,16 @@ const ENVIRONMENT: &[(&str, &str)] = &[
         "COTENANT_ENDPOINT",
         "socket of the supervisor, where --endpoint is not given",
     ),
+    ("HF_TOKEN", "token of Hugging Face, for pull"),
+    ("HF_ENDPOINT", "a mirror of Hugging Face, for pull"),
+    (
+        "HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY",
+        "proxies of pull, and the hosts without one",
+    ),
+    (
+        "SSL_CERT_FILE",
+        "CA certificates of pull in place of the system's",
+    ),
     ("NO_COLOR", "no colours, where it is set and not empty"),
 ];
 
@@ -142,6 +152,11 @@ const EXAMPLES: &[(&str, &str)] = &[
     ),
     ("plan", "cotenant plan --config /etc/cotenant/cotenant.yaml"),
     ("catalogue", "cotenant catalogue --device orin-nano-8g"),
+    (
+        "pull",
+        "cotenant pull hf.co/Qwen/Qwen3-4B-GGUF:Q4_K_M --to models",
+    ),
+    ("pull", "cotenant pull ollama.com/qwen3:4b"),
     ("calibrate", "cotenant calibrate model.gguf"),
     ("demo", "cotenant demo"),
     ("worker", "cotenant worker asr --help"),

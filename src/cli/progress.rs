@@ -46,6 +46,14 @@ impl Progress {
         }
     }
 
+    /// Removes the line; the next one is drawn where it was.
+    pub(super) fn clear(&mut self) {
+        if !self.drawn.is_empty() {
+            self.write("\r\x1b[K");
+            self.drawn.clear();
+        }
+    }
+
     /// Progress is for waiting people: a terminal that cannot be written to is no fault.
     fn write(&self, text: &str) {
         let mut terminal = io::stderr().lock();
@@ -57,9 +65,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if !self.drawn.is_empty() {
-            self.write("\r\x1b[K");
-        }
+        self.clear();
     }
 }
 

@@ -290,7 +290,7 @@ fn served(path: &str) -> &'static str {
         path,
         "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete"
     ) {
-        "models are files named by `llm.path` in the configuration"
+        "models are files named by `llm.path` in the configuration; `cotenant pull` fetches one"
     } else if path == "/v1" || path == "/v1/" {
         "Responses come by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
     } else if path.starts_with("/api/") {
