@@ -274,7 +274,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-GTRT43/9kCE8zaMLgN8eN3P5KonkRN+zlmmhJjJGV04='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-i9f1xuQ4IM9dTIRhV1FcXLG54DruDNLrVmU/MWRvz+I='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
