@@ -287,13 +287,18 @@ impl ExpertRooms {
     fn of(layer: &LayerSpec, spec: &ExpertSpec, least: usize, first: usize) -> Option<Self> {
         let mut matrices = Vec::new();
         for role in Role::EXPERTS {
-            matrices.push(layer.matrix(role)?);
+            let (number, matrix) = layer.matrix(role)?;
+            matrices.push((
+                number,
+                matrix,
+                Arc::<str>::from(matrix.tensor.name.as_str()),
+            ));
         }
         let extents_of = |expert: usize| {
-            matrices.iter().map(move |(_, matrix)| {
+            matrices.iter().map(move |(_, matrix, name)| {
                 let bytes = matrix.rows / spec.count * matrix.row_bytes;
                 Extent {
-                    what: format!("{} of expert {expert}", matrix.tensor.name).into(),
+                    what: Arc::clone(name),
                     offset: matrix.tensor.offset + (expert * bytes) as u64,
                     bytes,
                 }
@@ -308,7 +313,7 @@ impl ExpertRooms {
         let extents: Vec<[Extent; 3]> = extents.collect::<Option<_>>()?;
         let mut room = 0;
         let mut places = [(0, 0); 3];
-        for (at, (place, (number, _))) in places.iter_mut().zip(&matrices).enumerate() {
+        for (at, (place, (number, ..))) in places.iter_mut().zip(&matrices).enumerate() {
             *place = (*number, room);
             let of_matrix = extents.iter().filter_map(|extents| extents.get(at));
             room += of_matrix.map(Extent::aligned_bytes).max()?;

@@ -155,25 +155,6 @@ impl Pass<'_, '_> {
         Some((number, length as usize + other.ahead as usize))
     }
 
-    /// Computes one layer for the rows of a chunk.
-    pub(super) fn layer(&mut self, index: usize) -> Result<(), Failure> {
-        let kind = self
-            .model
-            .spec
-            .layers
-            .get(index)
-            .ok_or(Failure::NoMatrix)?
-            .kind;
-        match (kind, self.model.spec.recurrent) {
-            (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
-            _ => self.attention(index)?,
-        }
-        match self.model.spec.experts {
-            Some(experts) => self.mixture(index, &experts),
-            None => self.feed_forward(index),
-        }
-    }
-
     /// Returns the matrices of a layer with these roles and their output views: `rows` rows with the given stride.
     fn wants(
         &self,
@@ -312,7 +293,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    fn attention(&mut self, index: usize) -> Result<(), Failure> {
+    pub(super) fn attention(&mut self, index: usize) -> Result<(), Failure> {
         let attention = &self.model.spec.attention;
         let query = attention.heads * attention.head_dim;
         let kv = attention.kv_heads * attention.head_dim;
@@ -477,7 +458,11 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    fn recurrent(&mut self, index: usize, recurrent: &RecurrentSpec) -> Result<(), Failure> {
+    pub(super) fn recurrent(
+        &mut self,
+        index: usize,
+        recurrent: &RecurrentSpec,
+    ) -> Result<(), Failure> {
         let (inputs, values, heads) = (
             recurrent.inputs(),
             recurrent.values(),
@@ -629,7 +614,7 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
+    pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
         let (inner, width) = (self.model.spec.feed_forward, self.model.spec.width);
         let wants = [
             (Role::FfnGate, Slot::Wide, inner),

@@ -4,6 +4,7 @@ use super::{
     batch::{Batch, Span},
     forward::Pass,
     loaded::Model,
+    products::Failure,
     residency,
     weights::Place,
 };
@@ -13,6 +14,7 @@ use crate::{
     preemption::{Checkpoint, Preemption},
     shape::{self, FLAGS},
 };
+use cotenant_policy::residency::LayerKind;
 
 /// Callback for the logits of each token, with its index.
 type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
@@ -193,6 +195,25 @@ fn mark_if_wanted(model: &mut Model) {
 }
 
 impl Pass<'_, '_> {
+    /// Computes one layer for the rows of a chunk.
+    fn layer(&mut self, index: usize) -> Result<(), Failure> {
+        let kind = self
+            .model
+            .spec
+            .layers
+            .get(index)
+            .ok_or(Failure::NoMatrix)?
+            .kind;
+        match (kind, self.model.spec.recurrent) {
+            (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
+            _ => self.attention(index)?,
+        }
+        match self.model.spec.experts {
+            Some(experts) => self.mixture(index, &experts),
+            None => self.feed_forward(index),
+        }
+    }
+
     /// Computes the chunks of a pass in order. Returns the start position of the last one.
     fn chunks(&mut self, tokens: &[u32], each: &mut Each<'_>) -> Result<u32, ForwardError> {
         let (mut done, mut first) = (0, self.model.sequence.position);

@@ -205,7 +205,7 @@ impl Shared {
         let place = self.memory.range(target, extent.aligned_bytes());
         let place = place
             .ok_or_else(|| extent.error(std::path::Path::new(""), "there is no memory for it"))?;
-        // SAFETY: whole pages of a request of this thread's own, which nobody uses before it has been waited for.
+        // SAFETY: whole pages of a request of this thread's own, which is not used before it has been waited for.
         unsafe { self.source.read(extent, place, &self.progress) }
     }
 }

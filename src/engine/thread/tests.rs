@@ -293,7 +293,14 @@ fn a_shed_ends_a_cold_conversation_and_its_next_turn_reads_it_back() {
     for architecture in [Architecture::Qwen3, Architecture::Qwen35] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        tiny(architecture).write(&path).unwrap();
+        // Slow to compute, so that reading is worth it on any disk.
+        let model = Synthetic {
+            layers: 8,
+            width: 768,
+            feed_forward: 3072,
+            ..tiny(architecture)
+        };
+        model.write(&path).unwrap();
         let start = || {
             let (sink, events) = mpsc::channel(4096);
             let options = EngineOptions {
@@ -303,7 +310,7 @@ fn a_shed_ends_a_cold_conversation_and_its_next_turn_reads_it_back() {
             };
             let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
             let handle = engine.handle();
-            handle.load(&path, plan(5, 2048));
+            handle.load(&path, plan(9, 2048));
             (engine, handle, events)
         };
         let (engine, handle, mut events) = start();
@@ -337,7 +344,7 @@ fn a_shed_ends_a_cold_conversation_and_its_next_turn_reads_it_back() {
             std::thread::yield_now();
         }
         for (revision, kv) in [(1, 64), (2, 2048)] {
-            handle.apply(revision, plan(5, kv));
+            handle.apply(revision, plan(9, kv));
             let applied = |event| matches!(event, Some(EngineEvent::Applied { revision: of, .. }) if of == revision);
             while !applied(events.blocking_recv()) {}
         }
