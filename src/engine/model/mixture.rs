@@ -43,187 +43,194 @@ enum Room {
     Staged(usize),
 }
 
-impl Pass<'_, '_> {
-    /// Computes the mixture of a layer. The outputs of a row are added in the order of the experts' numbers, so that its
-    /// bits depend on nothing else.
-    pub(super) fn mixture(&mut self, index: usize, spec: &ExpertSpec) -> Result<(), Failure> {
-        let (width, count) = (self.model.spec.width, spec.count);
-        self.norm(index, Vector::FfnNorm, &[Role::Router])?;
-        self.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
-        let workspace = &self.model.workspace;
-        let logits = self
-            .model
-            .backend
-            .read(&workspace.third, 0..self.rows * count)?;
-        let choice = Choice::of(logits, spec);
-        self.experts(index, &choice)?;
-        let workspace = &self.model.workspace;
-        self.model.backend.queue(Operation::Combine(Combine {
-            from: workspace.experts.view(0..self.rows * spec.used * width),
-            terms: choice.terms.into(),
-            width,
-            to: workspace.normed.view(0..self.rows * width),
-        }))?;
-        self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
-        Ok(())
-    }
+/// Computes the mixture of a layer. The outputs of a row are added in the order of the experts' numbers, so that its
+/// bits depend on nothing else.
+pub(super) fn compute(
+    pass: &mut Pass<'_, '_>,
+    index: usize,
+    spec: &ExpertSpec,
+) -> Result<(), Failure> {
+    let (width, count) = (pass.model.spec.width, spec.count);
+    pass.norm(index, Vector::FfnNorm, &[Role::Router])?;
+    pass.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
+    let workspace = &pass.model.workspace;
+    let logits = pass
+        .model
+        .backend
+        .read(&workspace.third, 0..pass.rows * count)?;
+    let choice = Choice::of(logits, spec);
+    experts(pass, index, &choice)?;
+    let workspace = &pass.model.workspace;
+    pass.model.backend.queue(Operation::Combine(Combine {
+        from: workspace.experts.view(0..pass.rows * spec.used * width),
+        terms: choice.terms.into(),
+        width,
+        to: workspace.normed.view(0..pass.rows * width),
+    }))?;
+    pass.residual = Some(pass.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
+    Ok(())
+}
 
-    /// Computes the chosen experts, first those in memory; the others are read meanwhile.
-    fn experts(&mut self, index: usize, choice: &Choice) -> Result<(), Failure> {
-        let place = self.place_of_experts(index)?;
-        let mut left: Vec<usize> = (0..choice.experts.len()).collect();
-        let mut asked: VecDeque<(usize, usize)> = VecDeque::new();
-        let before = self
+/// Computes the chosen experts, first those in memory; the others are read meanwhile.
+fn experts(pass: &mut Pass<'_, '_>, index: usize, choice: &Choice) -> Result<(), Failure> {
+    let place = place_of_experts(pass, index)?;
+    let mut left: Vec<usize> = (0..choice.experts.len()).collect();
+    let mut asked: VecDeque<(usize, usize)> = VecDeque::new();
+    let before = pass
+        .model
+        .weights
+        .begin_experts(&pass.model.layout, &mut pass.preemption)?;
+    while !left.is_empty() {
+        let number = |at: usize| choice.experts.get(at).map(|chosen| chosen.expert);
+        let weights = &mut pass.model.weights;
+        let is_here =
+            |at: usize| number(at).is_some_and(|expert| weights.has_expert(index, expert));
+        let here = left.iter().position(|at| is_here(*at));
+        let absent = left.iter().copied().filter(|at| !is_here(*at));
+        let wanted: Vec<usize> = absent
+            .filter(|at| !asked.iter().any(|(one, _)| one == at))
+            .collect();
+        for at in wanted {
+            let expert = (index, number(at).ok_or(Failure::NoMatrix)?);
+            match weights.ask_for_expert(&pass.model.layout, expert)? {
+                Some(room) => asked.push_back((at, room)),
+                None => break,
+            }
+        }
+        let (at, room) = match here.map(|here| left.remove(here)) {
+            Some(at) => {
+                let expert = number(at).ok_or(Failure::NoMatrix)?;
+                let room = weights
+                    .expert_room(index, expert)
+                    .ok_or(Failure::NoMatrix)?;
+                (at, Room::Resident(room))
+            }
+            None => {
+                let (at, room) = asked.pop_front().ok_or(Failure::NoMatrix)?;
+                if !weights.wait_for_expert(room, &mut pass.preemption)? {
+                    asked.push_front((at, room));
+                    pass.preempt(Preempt::Pause, place)?;
+                    continue;
+                }
+                if !left.contains(&at) {
+                    // It has become resident meanwhile.
+                    pass.model.weights.free_expert(room);
+                    continue;
+                }
+                left.retain(|one| *one != at);
+                (at, Room::Staged(room))
+            }
+        };
+        let chosen = choice.experts.get(at).ok_or(Failure::NoMatrix)?;
+        expert(pass, index, chosen, room)?;
+        if let Room::Staged(room) = room {
+            let expert = (index, chosen.expert);
+            // A chunk uses most experts once: only an empty room is worth filling.
+            let since = if pass.rows < KEPT_ROWS { before } else { 0 };
+            let (backend, layout) = (pass.model.backend.as_mut(), &pass.model.layout);
+            let weights = &mut pass.model.weights;
+            weights.keep_expert(backend, layout, expert, (room, since))?;
+        }
+        if pass.rows > 1 {
+            let found = pass.preemption.check_if_due();
+            pass.preempt(found, place)?;
+        }
+    }
+    Ok(())
+}
+
+/// Computes one expert for its rows.
+fn expert(
+    pass: &mut Pass<'_, '_>,
+    index: usize,
+    chosen: &Chosen,
+    room: Room,
+) -> Result<(), Failure> {
+    let spec = pass.model.spec.experts.ok_or(Failure::NoMatrix)?;
+    let (width, inner, rows) = (pass.model.spec.width, spec.inner, chosen.rows.len());
+    let layer = pass.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+    let mut weights = Vec::with_capacity(Role::EXPERTS.len());
+    for (at, role) in Role::EXPERTS.into_iter().enumerate() {
+        let view = pass
             .model
             .weights
-            .begin_experts(&self.model.layout, &mut self.preemption)?;
-        while !left.is_empty() {
-            let number = |at: usize| choice.experts.get(at).map(|chosen| chosen.expert);
-            let weights = &mut self.model.weights;
-            let is_here =
-                |at: usize| number(at).is_some_and(|expert| weights.has_expert(index, expert));
-            let here = left.iter().position(|at| is_here(*at));
-            let absent = left.iter().copied().filter(|at| !is_here(*at));
-            let wanted: Vec<usize> = absent
-                .filter(|at| !asked.iter().any(|(one, _)| one == at))
-                .collect();
-            for at in wanted {
-                let expert = (index, number(at).ok_or(Failure::NoMatrix)?);
-                match weights.ask_for_expert(&self.model.layout, expert)? {
-                    Some(room) => asked.push_back((at, room)),
-                    None => break,
-                }
-            }
-            let (at, room) = match here.map(|here| left.remove(here)) {
-                Some(at) => {
-                    let expert = number(at).ok_or(Failure::NoMatrix)?;
-                    let room = weights
-                        .expert_room(index, expert)
-                        .ok_or(Failure::NoMatrix)?;
-                    (at, Room::Resident(room))
-                }
-                None => {
-                    let (at, room) = asked.pop_front().ok_or(Failure::NoMatrix)?;
-                    if !weights.wait_for_expert(room, &mut self.preemption)? {
-                        asked.push_front((at, room));
-                        self.preempt(Preempt::Pause, place)?;
-                        continue;
-                    }
-                    if !left.contains(&at) {
-                        // It has become resident meanwhile.
-                        self.model.weights.free_expert(room);
-                        continue;
-                    }
-                    left.retain(|one| *one != at);
-                    (at, Room::Staged(room))
-                }
-            };
-            let chosen = choice.experts.get(at).ok_or(Failure::NoMatrix)?;
-            self.expert(index, chosen, room)?;
-            if let Room::Staged(room) = room {
-                let expert = (index, chosen.expert);
-                // A chunk uses most experts once: only an empty room is worth filling.
-                let since = if self.rows < KEPT_ROWS { before } else { 0 };
-                let (backend, layout) = (self.model.backend.as_mut(), &self.model.layout);
-                let weights = &mut self.model.weights;
-                weights.keep_expert(backend, layout, expert, (room, since))?;
-            }
-            if self.rows > 1 {
-                let found = self.preemption.check_if_due();
-                self.preempt(found, place)?;
-            }
-        }
-        Ok(())
+            .expert(&pass.model.layout, (index, chosen.expert), room, at);
+        weights.push(view.zip(matrix_of(layer, role)).ok_or(Failure::NoMatrix)?);
     }
+    let [gate, up, down] = &weights[..] else {
+        return Err(Failure::NoMatrix);
+    };
+    let work = &pass.model.workspace;
+    let product = |(weight, matrix): &(View, &Matrix), rows: usize, out: View| Product {
+        weight: weight.clone(),
+        part: None,
+        dtype: matrix.tensor.dtype,
+        rows,
+        columns: matrix.columns,
+        out,
+        stride: rows,
+        first: 0,
+    };
+    let (wide, second) = (
+        work.wide.view(0..rows * inner),
+        work.second.view(0..rows * inner),
+    );
+    let input = work.mixed.view(0..rows * width);
+    let gather = Gather {
+        from: work.normed.view(0..pass.rows * width),
+        rows: chosen.rows.as_slice().into(),
+        width,
+        to: input.clone(),
+        prepare: pass.prepare(index, &[Role::ExpertGate, Role::ExpertUp], 0),
+    };
+    let products = [
+        product(gate, inner, wide.clone()),
+        product(up, inner, second.clone()),
+    ];
+    let gated = Multiply {
+        products: products.as_slice().into(),
+        input,
+        copies: work.copies(),
+        rows,
+        activate: Some(Activate {
+            activation: pass.model.spec.activation,
+            gate: wide.clone(),
+            up: second,
+            gate_bias: None,
+            up_bias: None,
+            width: inner,
+            prepare: pass.prepare(index, &[Role::ExpertDown], 0),
+        }),
+    };
+    let out = chosen.first * width..(chosen.first + rows) * width;
+    let products = [product(down, width, work.experts.view(out))];
+    let output = Multiply {
+        products: products.as_slice().into(),
+        input: wide,
+        copies: work.copies(),
+        rows,
+        activate: None,
+    };
+    let began = Instant::now();
+    pass.model.backend.queue(Operation::Gather(gather))?;
+    pass.model.backend.queue(Operation::Multiply(gated))?;
+    pass.model.backend.queue(Operation::Multiply(output))?;
+    if pass.rows > 1 {
+        let work = (3 * width * inner * rows) as u64;
+        let backend = pass.model.backend.as_mut();
+        pass.preemption
+            .queued(backend, Work::Products, work, began)?;
+    }
+    Ok(())
+}
 
-    /// Computes one expert for its rows.
-    fn expert(&mut self, index: usize, chosen: &Chosen, room: Room) -> Result<(), Failure> {
-        let spec = self.model.spec.experts.ok_or(Failure::NoMatrix)?;
-        let (width, inner, rows) = (self.model.spec.width, spec.inner, chosen.rows.len());
-        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-        let mut weights = Vec::with_capacity(Role::EXPERTS.len());
-        for (at, role) in Role::EXPERTS.into_iter().enumerate() {
-            let view =
-                self.model
-                    .weights
-                    .expert(&self.model.layout, (index, chosen.expert), room, at);
-            weights.push(view.zip(matrix_of(layer, role)).ok_or(Failure::NoMatrix)?);
-        }
-        let [gate, up, down] = &weights[..] else {
-            return Err(Failure::NoMatrix);
-        };
-        let work = &self.model.workspace;
-        let product = |(weight, matrix): &(View, &Matrix), rows: usize, out: View| Product {
-            weight: weight.clone(),
-            part: None,
-            dtype: matrix.tensor.dtype,
-            rows,
-            columns: matrix.columns,
-            out,
-            stride: rows,
-            first: 0,
-        };
-        let (wide, second) = (
-            work.wide.view(0..rows * inner),
-            work.second.view(0..rows * inner),
-        );
-        let input = work.mixed.view(0..rows * width);
-        let gather = Gather {
-            from: work.normed.view(0..self.rows * width),
-            rows: chosen.rows.as_slice().into(),
-            width,
-            to: input.clone(),
-            prepare: self.prepare(index, &[Role::ExpertGate, Role::ExpertUp], 0),
-        };
-        let products = [
-            product(gate, inner, wide.clone()),
-            product(up, inner, second.clone()),
-        ];
-        let gated = Multiply {
-            products: products.as_slice().into(),
-            input,
-            copies: work.copies(),
-            rows,
-            activate: Some(Activate {
-                activation: self.model.spec.activation,
-                gate: wide.clone(),
-                up: second,
-                gate_bias: None,
-                up_bias: None,
-                width: inner,
-                prepare: self.prepare(index, &[Role::ExpertDown], 0),
-            }),
-        };
-        let out = chosen.first * width..(chosen.first + rows) * width;
-        let products = [product(down, width, work.experts.view(out))];
-        let output = Multiply {
-            products: products.as_slice().into(),
-            input: wide,
-            copies: work.copies(),
-            rows,
-            activate: None,
-        };
-        let began = Instant::now();
-        self.model.backend.queue(Operation::Gather(gather))?;
-        self.model.backend.queue(Operation::Multiply(gated))?;
-        self.model.backend.queue(Operation::Multiply(output))?;
-        if self.rows > 1 {
-            let work = (3 * width * inner * rows) as u64;
-            let backend = self.model.backend.as_mut();
-            self.preemption
-                .queued(backend, Work::Products, work, began)?;
-        }
-        Ok(())
-    }
-
-    fn place_of_experts(&self, index: usize) -> Result<Place, Failure> {
-        let experts = self.model.layout.experts.as_ref();
-        let rooms = experts.and_then(|experts| experts.layers.get(index));
-        Ok(Place {
-            part: rooms.ok_or(Failure::NoMatrix)?.parts.start,
-            piece: 0,
-        })
-    }
+fn place_of_experts(pass: &Pass<'_, '_>, index: usize) -> Result<Place, Failure> {
+    let experts = pass.model.layout.experts.as_ref();
+    let rooms = experts.and_then(|experts| experts.layers.get(index));
+    Ok(Place {
+        part: rooms.ok_or(Failure::NoMatrix)?.parts.start,
+        piece: 0,
+    })
 }
 
 fn matrix_of(layer: &LayerSpec, role: Role) -> Option<&Matrix> {

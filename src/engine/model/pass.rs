@@ -4,6 +4,7 @@ use super::{
     batch::{Batch, Span},
     forward::Pass,
     loaded::Model,
+    mixture,
     products::Failure,
     residency,
     weights::Place,
@@ -209,7 +210,7 @@ impl Pass<'_, '_> {
             _ => self.attention(index)?,
         }
         match self.model.spec.experts {
-            Some(experts) => self.mixture(index, &experts),
+            Some(experts) => mixture::compute(self, index, &experts),
             None => self.feed_forward(index),
         }
     }
