@@ -627,10 +627,10 @@ fn a_shed_ends_saved_conversations_and_their_next_prompts_read_them_back() {
         assert_eq!(talk.model.kept_conversations(), []);
         talk.model.apply(&plan_of(4096, 64, KvType::F16)).unwrap();
         // Another client has none of them.
-        let stranger: Arc<str> = Arc::from("another");
+        let other_client: Arc<str> = Arc::from("another");
         let (_, prompt) = &prompts()[1];
         let asked = Asked {
-            client: Some(&stranger),
+            client: Some(&other_client),
             prompt,
             request: 0,
         };
