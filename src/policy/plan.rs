@@ -70,13 +70,16 @@ impl ModelShape {
             prefill_chunk: limits.prefill_chunk,
             kv_type: limits.kv_type_least.min(limits.kv_type),
         };
-        let whole = EnginePlan {
-            resident: bounds.give_up.iter().copied().collect(),
+        let streamed = self.layers.iter().filter(|part| part.is_streamed());
+        let without_ring = EnginePlan {
+            resident: bounds
+                .first_layers(bounds.layers_min.max(streamed.count()))
+                .collect(),
             ..least.clone()
         };
         // A ring may take more than all the layers that it streams.
-        if self.plan_bytes(&whole) < self.plan_bytes(&least) {
-            whole
+        if self.plan_bytes(&without_ring) < self.plan_bytes(&least) {
+            without_ring
         } else {
             least
         }

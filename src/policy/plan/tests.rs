@@ -171,6 +171,19 @@ fn a_floor_that_does_not_fit_is_an_error_with_its_arithmetic() {
     );
 }
 
+#[test]
+fn the_floor_of_a_mixture_has_no_ring_where_the_ring_takes_more_than_all_layers() {
+    let mut shape = shape(&[1000; 4], 10_000, 64);
+    let_most_be_experts(&mut shape, 2);
+    let floor = shape.floor_plan(&limits(ResidencyMode::Balanced));
+    assert_eq!(floor.resident, [0, 2].into());
+    let less = shape.plan(
+        shape.plan_bytes(&floor) - Bytes::new(1),
+        &limits(ResidencyMode::Balanced),
+    );
+    assert!(less.is_err(), "{less:?}");
+}
+
 /// Returns a model of 40 parts of 100 MiB, half of it streamed, with 200 KiB of workspace per token of a chunk.
 fn streaming(prefill_ns_per_mib: u64) -> (ModelShape, EnginePlan, PlanLimits) {
     let shape = ModelShape {
