@@ -42,7 +42,7 @@ static ALLOCATOR: EmergencyAllocator<System> = EmergencyAllocator::before(System
 #[derive(Debug, Parser)]
 #[command(name = "developer", version)]
 struct Developer {
-    /// How to print data.
+    /// Output format.
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     output: Output,
     #[command(subcommand)]

@@ -44,13 +44,13 @@ const NEIGHBOURS: usize = 5;
 pub struct CheckArgs {
     #[command(flatten)]
     config: ConfigFile,
-    /// Audit this device alone: what costs memory or speed, with remedies. Needs no configuration.
+    /// Audit this device for losses of memory or speed, with remedies; needs no configuration.
     #[arg(long, conflicts_with_all = ["file", "config"])]
     audit: bool,
-    /// Measure the GPU again instead of taking what an earlier start has measured.
+    /// Measure the GPU again instead of using figures of an earlier start.
     #[arg(long, conflicts_with_all = ["audit", "root"])]
     reprobe: bool,
-    /// Audit the device whose `proc`, `sys`, `etc` and `var` are in this folder.
+    /// Audit a device from copies of its `proc`, `sys`, `etc` and `var` in this folder.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["file", "config"])]
     root: Option<PathBuf>,
 }

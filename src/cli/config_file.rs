@@ -5,10 +5,10 @@ use std::path::PathBuf;
 /// Where the configuration is.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ConfigFile {
-    /// The configuration [env: COTENANT_CONFIG] [default: /etc/cotenant/cotenant.yaml].
+    /// Configuration file [env: COTENANT_CONFIG] [default: /etc/cotenant/cotenant.yaml].
     #[arg(value_name = "FILE", conflicts_with = "config")]
     file: Option<PathBuf>,
-    /// The same.
+    /// Configuration file, in place of FILE.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }

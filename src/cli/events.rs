@@ -18,10 +18,10 @@ use cotenant_rpc::{
 /// `!` lines that the journal lost, none for an event.
 #[derive(Debug, Args)]
 pub struct Events {
-    /// Go on as more happens, with the next supervisor when this one ends.
+    /// Follow new lines, across restarts of the supervisor.
     #[arg(short, long)]
     follow: bool,
-    /// Begin after this line; without it, with the oldest that the supervisor keeps in memory.
+    /// Start after this line. Default: the oldest line in the supervisor's memory.
     #[arg(long, value_name = "LINE", default_value_t = 0, hide_default_value = true, value_parser = quantity::line)]
     after: u64,
 }

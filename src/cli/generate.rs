@@ -22,36 +22,36 @@ use cotenant_rpc::{
 /// Generates text with the LLM.
 #[derive(Debug, Args)]
 pub struct Generate {
-    /// The user's words; `-` reads them from stdin.
+    /// Prompt; `-` reads it from stdin.
     prompt: String,
-    /// Instructions before them.
+    /// System prompt.
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// Goes on from the text as it is, without the chat template.
+    /// Continue the prompt verbatim, without the chat template.
     #[arg(long)]
     raw: bool,
-    /// The most tokens to generate.
+    /// Maximum number of tokens to generate.
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<u32>,
-    /// 0 takes the likeliest token always; at most 2. The default is what the model's file recommends, else 1.
+    /// Sampling temperature, 0 (greedy) to 2. Default: the recommendation of the model's file, else 1.
     #[arg(long, value_name = "RATIO")]
     temperature: Option<f64>,
-    /// The likeliest tokens that have this probability together.
+    /// Sample from the likeliest tokens whose probabilities sum to this value.
     #[arg(long, value_name = "RATIO")]
     top_p: Option<f64>,
-    /// The so many likeliest tokens.
+    /// Sample from this many of the likeliest tokens.
     #[arg(long, value_name = "COUNT")]
     top_k: Option<u32>,
-    /// The same seed gives the same text; by chance when absent.
+    /// Seed for reproducible text. Default: random.
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
-    /// Text that ends the generation; may be given several times.
+    /// Stop generating at this text. Repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Goes on when the KV capacity is used up: the oldest tokens are dropped, but for the first ones.
+    /// When the KV capacity is full, drop the oldest tokens after the first --keep, and continue.
     #[arg(long)]
     context_shift: bool,
-    /// Tokens at the beginning that are not dropped; -1 for the whole prompt. 4 when absent.
+    /// First tokens to keep in a context shift; -1 keeps the whole prompt. Default: 4.
     #[arg(
         long,
         value_name = "TOKENS",

@@ -20,19 +20,19 @@ pub struct Global {
     /// [default: unix:///run/cotenant/cotenant.sock].
     #[arg(long, global = true, value_name = "ADDRESS", help_heading = GLOBAL)]
     endpoint: Option<Endpoint>,
-    /// Certificate of this client for an endpoint by https, PEM.
+    /// Client certificate for an `https` endpoint, PEM.
     #[arg(long, global = true, value_name = "FILE", requires_all = ["key", "ca"], help_heading = GLOBAL)]
     cert: Option<PathBuf>,
-    /// Its key.
+    /// Private key of --cert, PEM.
     #[arg(long, global = true, value_name = "FILE", requires = "cert", help_heading = GLOBAL)]
     key: Option<PathBuf>,
-    /// CA of the supervisor's certificate.
+    /// CA that signed the supervisor's certificate, PEM.
     #[arg(long, global = true, value_name = "FILE", requires = "cert", help_heading = GLOBAL)]
     ca: Option<PathBuf>,
-    /// How to print data.
+    /// Output format.
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table, help_heading = GLOBAL)]
     pub output: Output,
-    /// Time limit of a call, such as `5s` or `500ms`; streams are not limited.
+    /// Timeout of a call, such as `5s` or `500ms`; streams have none.
     #[arg(
         long,
         global = true,

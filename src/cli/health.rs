@@ -24,7 +24,7 @@ use cotenant_rpc::{
 /// Asks whether the supervisor, or a part of it, answers.
 #[derive(Debug, Args)]
 pub struct Health {
-    /// Name of the part: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, `cotenant.worker.asr`; without it, the whole.
+    /// Service: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, `cotenant.worker.NAME`. Default: the supervisor.
     #[arg(
         long,
         default_value = "",
@@ -32,7 +32,7 @@ pub struct Health {
         value_name = "NAME"
     )]
     service: String,
-    /// Keep asking until it serves, or --timeout is over.
+    /// Poll until it is serving, or until --timeout expires.
     #[arg(long)]
     wait: bool,
 }

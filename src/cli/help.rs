@@ -10,14 +10,14 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Plan", &["check", "plan", "catalogue", "pull", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
     (
-        "Look",
+        "Observe",
         &[
             "status", "top", "plot", "leases", "events", "metrics", "health",
         ],
     ),
     ("Explain", &["why", "postmortem", "replay"]),
     (
-        "Intervene",
+        "Control",
         &[
             "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload",
             "drain",

@@ -51,24 +51,24 @@ use cotenant_worker::{descent::adopt_descendants, orphans};
 pub struct Hold {
     /// Name of the holder: a letter, then letters, digits, `-`, `_` and `.`.
     tenant: String,
-    /// The least that the program can work with, with its unit: `180MiB`.
+    /// Minimum memory that the program needs, with its unit: `180MiB`.
     #[arg(long, value_name = "BYTES", value_parser = quantity::some)]
     min: Bytes,
-    /// The most that is of use [default: --min]. Memory above --min may be reclaimed: a program that does not read
-    /// $MEMORY_PRESSURE_WATCH is then ended with its lease.
+    /// Maximum memory that the program can use [default: --min]. Memory above --min may be reclaimed; a program that does
+    /// not read $MEMORY_PRESSURE_WATCH is then terminated with its lease.
     #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
     max: Option<Bytes>,
-    /// How urgent its work is.
+    /// Urgency of its work.
     #[arg(long, value_enum, default_value_t = Class::Interactive)]
     class: Class,
-    /// How long the lease survives without contact to the supervisor; the program gets SIGTERM shortly before, and SIGKILL
-    /// at the end.
+    /// Term of the lease without contact to the supervisor; the program receives SIGTERM shortly before its end, and
+    /// SIGKILL at its end.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = quantity::duration)]
     term: Duration,
-    /// How long to wait for memory.
+    /// Longest wait for memory.
     #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = quantity::duration)]
     wait: Duration,
-    /// A program to run under the lease, with its arguments.
+    /// Command to run under the lease, with its arguments.
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<String>,
 }

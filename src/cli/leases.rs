@@ -27,7 +27,7 @@ enum Verb {
     List,
     /// End a lease of any holder; the holder is notified.
     Release {
-        /// Its name, such as `asr#7`.
+        /// Lease, such as `asr#7`.
         name: String,
     },
 }

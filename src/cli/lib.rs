@@ -51,7 +51,7 @@ use cotenant_memory::emergency;
 use cotenant_speech as speech;
 use cotenant_telemetry::build_name;
 
-/// Runs an LLM, speech-to-text and text-to-speech on one small board within one budget of memory.
+/// Runs an LLM, speech-to-text and text-to-speech on one small board, within one memory budget.
 #[derive(Debug, Parser)]
 #[command(name = "cotenant", version = build_name::version(), propagate_version = true, max_term_width = 100)]
 pub struct Cli {
@@ -68,15 +68,15 @@ pub struct Cli {
 pub enum Command {
     /// Run the supervisor in the foreground.
     Serve(serve::ServeArgs),
-    /// Show what a configuration would do on this machine; start nothing.
+    /// Check a configuration against this machine: budget, command lines, memory; start nothing.
     Check(check::CheckArgs),
-    /// Show what a model and a stack would take on a device; load nothing.
+    /// Predict memory and speed of a model and its workers on a device; load nothing.
     Plan(plan::PlanArgs),
-    /// List which common models fit on which board, and with how much context.
+    /// List common models with their longest context and speed on each board.
     Catalogue(plan::catalogue::CatalogueArgs),
-    /// Fetch a model from Hugging Face, Ollama's registry or a URL, and show its plan first.
+    /// Show the plan of a model from Hugging Face, Ollama's registry or a URL, then fetch it.
     Pull(pull::PullArgs),
-    /// Measure what this machine computes and reads, for `plan`.
+    /// Measure compute and disk speed of this machine, for `plan`.
     Calibrate(plan::calibrate::CalibrateArgs),
     /// Run a demonstration of the whole stack, in under a minute.
     Demo(demo::DemoArgs),
@@ -103,33 +103,33 @@ pub enum Command {
     Generate(generate::Generate),
     /// Send a recording through speech recognition, LLM and speech synthesis.
     Talk(talk::Talk),
-    /// Hold a lease, alone or for a program that runs under it.
+    /// Hold a lease, until interrupted or while a command runs.
     Hold(hold::Hold),
     /// Show budget, pressure, LLM, workers and leases.
     Status,
-    /// Show state, holders and the last events on a terminal, as they change.
+    /// Show memory, holders and recent events on a terminal, live.
     Top(top::Top),
-    /// Draw memory by owner over time, from the journal.
+    /// Plot memory by owner over time, from the journal.
     Plot(plot::Plot),
     /// List leases, or release one.
     Leases(leases::Leases),
     /// Print the metrics of the supervisor, or write them for node_exporter.
     Metrics(metrics::Metrics),
-    /// Print events and actions of the supervisor.
+    /// Print events and decisions of the supervisor.
     Events(events::Events),
-    /// Check whether the supervisor or a part of it serves; exit codes of grpc_health_probe.
+    /// Check the health of the supervisor or one of its services; exit codes of grpc_health_probe.
     Health(health::Health),
-    /// Explain a decision with its figures and its outcome.
+    /// Explain a decision: its inputs, the alternatives, the outcome.
     Why(why::Why),
     /// Explain why workers died: evidence, confidence, remedy.
     Postmortem(postmortem::Postmortem),
-    /// Run a journal's events through the decision logic again and compare.
+    /// Replay a journal through the decision logic, and compare the decisions.
     Replay(replay::Replay),
-    /// Take memory from the LLM now.
+    /// Shed memory of the LLM now.
     Shed(operate::Shed),
-    /// Let the LLM grow back now.
+    /// Return shed memory to the LLM now.
     Regrow,
-    /// Change the precision of the LLM's context.
+    /// Change the type of the LLM's KV cache.
     KvType(operate::KvTypeArgs),
     /// Start a worker.
     Start(operate::Worker),
@@ -139,11 +139,11 @@ pub enum Command {
     Recycle(operate::Worker),
     /// Change the variant of a worker.
     Resize(operate::Resize),
-    /// Load the model that failed to load, or that was not there; show how far it is.
+    /// Load a model that failed to load or was missing, and show progress.
     Load(operate::Load),
-    /// Read the configuration again; list what changed and what needs a restart.
+    /// Reload the configuration; list changes in force and those that need a restart.
     Reload,
-    /// Take no new requests; running ones finish (undo: `drain --off`).
+    /// Refuse new requests and let running ones finish; `drain --off` ends the drain.
     Drain(operate::Drain),
     /// Measure speed and latency on this machine.
     #[command(subcommand)]

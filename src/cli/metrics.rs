@@ -17,17 +17,17 @@ use super::{
 /// Arguments of `metrics`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Metrics {
-    /// Where the supervisor serves them.
+    /// URL of the supervisor's metrics.
     #[arg(
         long,
         value_name = "URL",
         default_value = "http://127.0.0.1:8410/metrics"
     )]
     url: String,
-    /// File with an API key, where `http.keyless` does not name `metrics`.
+    /// File with an API key; needed if API keys are required and `http.keyless` lacks `metrics`.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
-    /// Write them to this file, whole or not at all, in place of stdout: `DIR/cotenant.prom` of node_exporter's
+    /// Replace this file atomically instead of writing to stdout: `DIR/cotenant.prom` for node_exporter with
     /// `--collector.textfile.directory=DIR`.
     #[arg(long, value_name = "FILE")]
     textfile: Option<PathBuf>,

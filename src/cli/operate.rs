@@ -27,7 +27,7 @@ use cotenant_units::{Bytes, TimeSpan};
 /// Takes memory back from the LLM.
 #[derive(Debug, Args)]
 pub struct Shed {
-    /// How much, with its unit: `64MiB`.
+    /// Amount with its unit: `64MiB`.
     #[arg(value_name = "BYTES", value_parser = quantity::some)]
     bytes: Bytes,
 }
@@ -35,7 +35,7 @@ pub struct Shed {
 /// Keeps the context of the LLM as another type.
 #[derive(Debug, Args)]
 pub struct KvTypeArgs {
-    /// `f16`; `q8`, nearly half as large; `q4`, nearly a quarter, and less exact.
+    /// `f16`; `q8`, about half the size; `q4`, about a quarter of it, and less exact.
     #[arg(value_name = "TYPE", value_parser = quantity::kv_type())]
     kv_type: KvType,
 }
@@ -54,7 +54,7 @@ pub struct Resize {
     name: String,
     /// The variant, as in the configuration.
     variant: String,
-    /// How long to wait for memory; it must be below --timeout to be of use.
+    /// Longest wait for memory; effective only below --timeout.
     #[arg(long, value_name = "DURATION", default_value = "4s", value_parser = quantity::duration)]
     wait: Duration,
 }
@@ -114,7 +114,7 @@ pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
 /// Loads the model again.
 #[derive(Clone, Debug, Args)]
 pub struct Load {
-    /// Return at once, and load in the background.
+    /// Load in the background, and return at once.
     #[arg(long)]
     no_wait: bool,
 }
@@ -209,11 +209,11 @@ pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
 /// Arguments of `cotenant drain`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Drain {
-    /// End a drain: admit requests again.
+    /// End the drain: admit new requests again.
     #[arg(long, conflicts_with = "wait")]
     off: bool,
-    /// Wait for running answers, at most this long: `60s`. Exit code 5 when some still run. The drain stays in force until `drain --off`
-    /// or a restart, also when the wait is interrupted.
+    /// Wait this long for running answers, such as `60s`; exit code 5 if some are still running. The drain stays in force
+    /// until `drain --off` or a restart, even if the wait is interrupted.
     #[arg(long, value_name = "DURATION", value_parser = quantity::wait)]
     wait: Option<Duration>,
 }

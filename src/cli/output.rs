@@ -16,11 +16,11 @@ use cotenant_rpc::json;
 /// How to print data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// For people.
+    /// Text for people.
     Table,
     /// One JSON document.
     Json,
-    /// One JSON document on each line.
+    /// One JSON document per line.
     Ndjson,
 }
 

@@ -23,16 +23,16 @@ use cotenant_units::{Bytes, Timestamp};
 /// Draws memory by owner against the budget, from the journal: what each lease held, and what was unaccounted.
 #[derive(Debug, Args)]
 pub struct Plot {
-    /// The journal; several files, oldest first. One file alone is read after the older part beside it, `FILE.1`.
+    /// Journal files, oldest first. For a single FILE, its rotated part `FILE.1` is read first.
     #[arg(
         value_name = "FILE",
         default_value = "/var/lib/cotenant/journal.ndjson"
     )]
     files: Vec<PathBuf>,
-    /// Only what happened since so long ago, such as `2h`.
+    /// Plot only the last period of this length, such as `2h`.
     #[arg(long, value_name = "DURATION", value_parser = quantity::duration)]
     since: Option<Duration>,
-    /// Write an SVG picture to this file; without it, a chart is printed.
+    /// Write an SVG image to this file instead of printing a chart.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }

@@ -16,13 +16,13 @@ use cotenant_rpc::v1::{ListDeathsRequest, operator_service_client::OperatorServi
 /// Says why workers died.
 #[derive(Debug, Args)]
 pub struct Postmortem {
-    /// The worker; without it, all of them.
+    /// Worker name. Default: all workers.
     #[arg(value_name = "WORKER")]
     worker: Option<String>,
-    /// How many ends to tell, the latest first.
+    /// Number of deaths to report, latest first.
     #[arg(short = 'n', long = "number", value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     number: u32,
-    /// Read this journal rather than ask the supervisor; several files, oldest first.
+    /// Read journal files, oldest first, instead of the supervisor's memory.
     #[arg(long, value_name = "FILE")]
     journal: Vec<PathBuf>,
 }

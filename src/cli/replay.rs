@@ -15,7 +15,7 @@ use cotenant_journal::{self as journal, Outcome, Run};
 /// Feeds a journal's events through the arbiter again.
 #[derive(Debug, Args)]
 pub struct Replay {
-    /// The journal; several files of one run, oldest first.
+    /// Journal files of one run, oldest first.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
 }

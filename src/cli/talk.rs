@@ -23,12 +23,12 @@ use cotenant_speech::{
 /// Settings of the verb.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Talk {
-    /// What is said: a WAV file.
+    /// WAV file with the spoken input.
     pub recording: PathBuf,
     /// Address of the Wyoming API: `tcp://host:port` or `unix:///path`.
     #[arg(long, default_value = "tcp://127.0.0.1:10300", value_name = "URI")]
     pub uri: Endpoint,
-    /// Where the spoken answer goes, as a WAV file.
+    /// Write the spoken answer to this WAV file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 }

@@ -26,12 +26,12 @@ use cotenant_units::{Bytes, Timestamp};
 /// Explains a decision: what had happened, what was known, what was chosen, and what came of it.
 #[derive(Debug, Args)]
 pub struct Why {
-    /// Number of the line, as `cotenant events` prints it.
+    /// Line number, as printed by `cotenant events`.
     #[arg(value_name = "LINE", value_parser = quantity::line)]
     sequence: u64,
-    /// Read this journal rather than ask the supervisor; several files, oldest first. One file alone is read after the older part
-    /// beside it, `FILE.1`. The file has the state before each decision, the supervisor's memory has not. Lines are numbered
-    /// from 1 in each run of the supervisor: of several runs the last that has the line counts.
+    /// Read journal files, oldest first, instead of the supervisor's memory, which lacks the state before each decision.
+    /// For a single FILE, its rotated part `FILE.1` is read first. Line numbers restart at 1 in each run of the supervisor:
+    /// the last run with this line is used.
     #[arg(long = "file", value_name = "FILE")]
     files: Vec<PathBuf>,
 }

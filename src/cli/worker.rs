@@ -14,7 +14,7 @@ use cotenant_worker::verbs::{
 /// Runs one of the workers that this program itself can be.
 #[derive(Clone, Debug, Args)]
 pub struct WorkerArgs {
-    /// Which one.
+    /// The worker.
     #[command(subcommand)]
     command: WorkerCommand,
 }
@@ -26,7 +26,7 @@ enum WorkerCommand {
     Asr(AsrOptions),
     /// Text to speech: a Wyoming server on flite or espeak-ng
     Tts(TtsOptions),
-    /// A neighbour that takes memory and holds it
+    /// A neighbour that allocates memory and holds it
     Ballast(BallastOptions),
 }
 

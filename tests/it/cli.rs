@@ -306,9 +306,9 @@ fn without_arguments_the_commands_are_listed() {
     for group in [
         "Run:",
         "Use:",
-        "Look:",
+        "Observe:",
         "Explain:",
-        "Intervene:",
+        "Control:",
         "Measure:",
     ] {
         assert!(said.contains(group), "{said}");

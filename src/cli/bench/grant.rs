@@ -39,34 +39,34 @@ use cotenant_units::Bytes;
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]
 pub struct GrantArgs {
-    /// Rounds to run.
+    /// Number of rounds.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
-    /// Memory that each round asks for, in MiB.
+    /// Memory requested in each round, in MiB.
     #[arg(long, default_value_t = 64)]
     pub mib: u64,
-    /// KV capacity of the LLM in tokens; 65536 of the demo model are 128 MiB.
+    /// KV capacity of the LLM in tokens; 65536 take 128 MiB with the demo model.
     #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1024..))]
     pub context: u32,
-    /// What the LLM does at the request.
+    /// Activity of the LLM during the request.
     #[arg(long = "while", value_enum, default_value_t = While::Answer)]
     pub doing: While,
-    /// Length of the prompts in letters; the demo model has about a token for each.
+    /// Length of the prompts in letters, about one token each with the demo model.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(100..=20_000))]
     pub letters: u32,
-    /// The model to generate with [default: the demo model].
+    /// GGUF model [default: the demo model].
     #[arg(long, value_name = "GGUF")]
     pub model: Option<PathBuf>,
 }
 
-/// What the LLM does when memory is asked of it.
+/// Activity of the LLM when memory is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum While {
-    /// It writes an answer.
+    /// It generates an answer.
     Answer,
-    /// It reads a prompt of which nothing is kept.
+    /// It prefills a prompt without a cached prefix.
     Prompt,
-    /// The one and the other in turns.
+    /// Alternates between the two.
     Both,
 }
 

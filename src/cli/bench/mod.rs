@@ -21,9 +21,9 @@ use super::{
 pub enum Command {
     /// Speed, memory and elasticity of the LLM with your model.
     Engine(Box<engine::EngineArgs>),
-    /// Time until ASR is granted memory that the LLM holds, while the LLM generates.
+    /// Latency of a grant to ASR from memory that the LLM holds, while the LLM generates.
     Grant(grant::GrantArgs),
-    /// Time from the end of an utterance to the spoken answer, alone and beside a neighbour that takes memory.
+    /// Time from the end of an utterance to the spoken answer, alone and beside a neighbour that allocates memory.
     Voice(voice::VoiceArgs),
 }
 

@@ -41,21 +41,20 @@ use cotenant_units::causes::in_one_line;
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]
 pub struct VoiceArgs {
-    /// Utterances in each of the two parts; with `--clients`, changes of the speaker.
+    /// Utterances in each of the two parts; with `--clients`, changes of speaker.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
-    /// Send audio as a microphone does, with 500 ms of silence before its end: clients that look for the end of speech
-    /// send as much.
+    /// Send audio in real time, with 500 ms of silence at its end, as clients with end-of-speech detection do.
     #[arg(long)]
     pub live: bool,
-    /// So many speakers take turns, two each time, each in a conversation of its own: a speaker is `cold` at first,
-    /// `switched` after others have spoken, and `warm` in its second turn.
+    /// Number of speakers that alternate, two turns each, in separate conversations: a speaker is `cold` at first,
+    /// `switched` after others have spoken, and `warm` in the second turn.
     #[arg(long, value_name = "N", conflicts_with = "live", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub clients: Option<u32>,
-    /// The model that answers, instead of the one of the demonstration. Its answers are not compared.
+    /// GGUF model instead of the demo model. Its answers are not compared.
     #[arg(long, value_name = "FILE")]
     pub model: Option<PathBuf>,
-    /// Memory that the neighbour takes.
+    /// Memory that the neighbour allocates.
     #[arg(long, value_name = "BYTES", default_value = "160MiB", value_parser = quantity::some)]
     pub neighbour: Bytes,
 }

@@ -61,10 +61,10 @@ pub struct DemoArgs {
     /// Folder for the chart, the events and the daemon's log.
     #[arg(long, default_value = "demo-report", value_name = "FOLDER")]
     pub out: PathBuf,
-    /// Leave the daemon running afterwards until Ctrl-C, to try it by hand.
+    /// Keep the daemon running afterwards until Ctrl-C.
     #[arg(long)]
     pub keep: bool,
-    /// Use published models and servers: SmolLM2 135M, Whisper tiny.en, Piper; needs Python. Downloads 410 MB once, when you agree.
+    /// Use SmolLM2 135M, Whisper tiny.en and Piper; needs Python. Downloads 410 MB once, after confirmation.
     #[arg(long)]
     pub real: bool,
     #[command(flatten)]

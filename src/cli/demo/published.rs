@@ -19,13 +19,13 @@ const FETCH: &str = include_str!("../../../deploy/real/fetch");
 /// Where published models come from.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Source {
-    /// With --real: where models and servers are kept. Default: `cotenant/real` in the user's cache.
+    /// With --real: folder for models and servers. Default: `cotenant/real` in the user's cache.
     #[arg(long, value_name = "FOLDER", requires = "real")]
     cache: Option<PathBuf>,
-    /// With --real: a folder that has the models already, unpacked or as wheels.
+    /// With --real: folder with models already downloaded, unpacked or as wheels.
     #[arg(long, value_name = "FOLDER", requires = "real")]
     models: Option<PathBuf>,
-    /// With --real: agree to the downloads beforehand.
+    /// With --real: confirm the downloads in advance.
     #[arg(long, requires = "real")]
     yes: bool,
 }

@@ -33,13 +33,13 @@ use cotenant_units::Tokens;
 /// Arguments of `calibrate`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CalibrateArgs {
-    /// A GGUF file that fits into memory, on the disk that models are on.
+    /// GGUF file that fits into memory, on the disk that stores the models.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Where the coefficients are kept; `plan` reads them from there.
+    /// File for the coefficients, read by `plan`.
     #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
     out: PathBuf,
-    /// Threads that compute. Default: one for each physical core, as for the LLM.
+    /// Number of compute threads. Default: one per physical core, as for the LLM.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 }

@@ -25,7 +25,7 @@ use cotenant_units::Tokens;
 /// Arguments of `catalogue`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CatalogueArgs {
-    /// One board, by name or file, in place of all known ones.
+    /// Board, by name or file. Default: all known boards.
     #[arg(long, value_name = "NAME|FILE")]
     device: Option<String>,
     /// Type of the weights: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.

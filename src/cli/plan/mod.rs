@@ -55,16 +55,16 @@ pub struct PlanArgs {
     /// A GGUF file, or the `config.json` of a Hugging Face repository. Default: `llm.path` of the configuration.
     #[arg(value_name = "MODEL", required_unless_present = "config")]
     model: Option<PathBuf>,
-    /// Budget, LLM settings and workers of this configuration.
+    /// Use budget, LLM settings and workers of this configuration.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Board (`orin-nx-16g`, `orin-nano-8g`, `agx-orin-64g`, `thor`, `rpi5-16g`), or a file; default: this machine.
+    /// Board (`orin-nx-16g`, `orin-nano-8g`, `agx-orin-64g`, `thor`, `rpi5-16g`), or a file. Default: this machine.
     #[arg(long, value_name = "NAME|FILE")]
     device: Option<String>,
-    /// A worker and its peak, such as `asr=1GiB`; with `asr=1GiB:700MiB` also what it holds at rest. Repeatable.
+    /// A worker and its peak memory, such as `asr=1GiB`, or with its memory at rest, `asr=1GiB:700MiB`. Repeatable.
     #[arg(long = "worker", value_name = "NAME=PEAK[:STEADY]", value_parser = worker)]
     workers: Vec<WorkerParams>,
-    /// Tokens of context. Default: 4096, or that of the configuration.
+    /// Context length in tokens. Default: that of the configuration, else 4096.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(64..=1 << 20))]
     context: Option<u32>,
     /// Type of the KV cache: `f16`, `q8` or `q4`.
@@ -74,13 +74,13 @@ pub struct PlanArgs {
     /// `f16` or `bf16`.
     #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
     weights: TypeMix,
-    /// Memory that is never handed out. Default: 8% of the memory, or that of the configuration.
+    /// Reserve, excluded from the budget. Default: that of the configuration, else 8% of the memory.
     #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
     reserve: Option<Bytes>,
-    /// Coefficients of this machine, as `calibrate` keeps them.
+    /// Coefficients of this machine, written by `calibrate`.
     #[arg(long, value_name = "FILE", default_value = calibrate::DEFAULT_FILE, conflicts_with = "device")]
     calibration: PathBuf,
-    /// Write a bar of the memory to this file.
+    /// Write a bar chart of the memory to this SVG file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }

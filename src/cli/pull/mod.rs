@@ -40,17 +40,17 @@ pub struct PullArgs {
     /// `hf.co/OWNER/REPO[:QUANT]` (default Q4_K_M), `ollama.com/NAME[:TAG]`, or the URL of a .gguf file.
     #[arg(value_name = "MODEL")]
     model: Reference,
-    /// The folder for the model.
+    /// Destination folder.
     #[arg(
         long,
         value_name = "FOLDER",
         default_value = "/var/lib/cotenant/models"
     )]
     to: PathBuf,
-    /// SHA-256 of the file at a URL, in hexadecimal; hubs list it themselves.
+    /// Expected SHA-256 of the file at a URL, in hexadecimal; hubs publish theirs.
     #[arg(long, value_name = "HEX", value_parser = digest)]
     sha256: Option<String>,
-    /// Fetch a model that cannot be loaded on this machine, too.
+    /// Fetch the model even if this machine cannot load it.
     #[arg(long)]
     force: bool,
 }

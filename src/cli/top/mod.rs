@@ -30,7 +30,7 @@ use cotenant_rpc::v1::{
 /// Bars have colours, or with NO_COLOR the first letters of the owners.
 #[derive(Debug, Args)]
 pub struct Top {
-    /// Time between two looks, 100 ms to 1 min.
+    /// Refresh interval, 100 ms to 1 min.
     #[arg(long, default_value = "500ms", value_name = "DURATION", value_parser = quantity::duration)]
     interval: Duration,
 }

@@ -32,17 +32,17 @@ use cotenant_units::Bytes;
 /// Options of `cotenant worker asr`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct AsrOptions {
-    /// Where to listen.
+    /// Listening address.
     #[command(flatten)]
     pub listen: ListenArgs,
     // At the start; clients may switch by `cotenant-resize`.
-    /// What is understood: the sentences of a grammar (33 MB), or any English sentence (102 MB)
+    /// Sentences of a grammar (33 MB), or any English sentence (102 MB)
     #[arg(long, value_enum, default_value_t = Vocabulary::Open)]
     pub vocabulary: Vocabulary,
     /// JSGF file for `--vocabulary grammar`
     #[arg(long, value_name = "FILE")]
     pub grammar: Option<PathBuf>,
-    /// Folder of the model, in place of that of the package `pocketsphinx-en-us`
+    /// Folder of the acoustic model [default: that of the package `pocketsphinx-en-us`]
     #[arg(long, value_name = "DIR")]
     pub model_dir: Option<PathBuf>,
 }

@@ -22,13 +22,13 @@ use cotenant_units::Bytes;
 /// Options of `cotenant worker ballast`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BallastOptions {
-    /// How much memory to take, for example `400MiB`
+    /// Memory to allocate, for example `400MiB`
     #[arg(value_name = "SIZE", value_parser = size)]
     pub bytes: Bytes,
-    /// How much per second, for example `200MiB`; as fast as it goes without
+    /// Allocation per second, for example `200MiB` [default: unlimited]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub rate: Option<Bytes>,
-    /// Seconds to hold it; until SIGTERM without
+    /// Seconds to hold the memory [default: until SIGTERM]
     #[arg(long, value_name = "SECONDS")]
     pub hold: Option<u64>,
 }

@@ -30,10 +30,10 @@ use cotenant_speech::{
 /// Options of `cotenant worker tts`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TtsOptions {
-    /// Where to listen.
+    /// Listening address.
     #[command(flatten)]
     pub listen: ListenArgs,
-    /// What speaks
+    /// Speech synthesiser
     #[arg(long, value_enum, default_value_t = TtsEngine::Flite)]
     pub engine: TtsEngine,
     // flite has only `slt`.

@@ -29,7 +29,7 @@ pub use cotenant_units::causes::in_one_line;
 /// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineArgs {
-    /// The model to measure.
+    /// GGUF model to measure.
     #[arg(long, value_name = "GGUF")]
     pub model: PathBuf,
     /// Only these sections [default: speed, streaming, elasticity, peer, workspace].
@@ -45,15 +45,15 @@ pub struct EngineArgs {
 pub enum Section {
     /// Prefill and decoding, all layers resident.
     Speed,
-    /// Decoding with a part of the weights resident.
+    /// Decoding with part of the weights resident.
     Streaming,
-    /// Weights and KV given up and taken back.
+    /// Shed and regrowth of weights and KV capacity.
     Elasticity,
-    /// The peer's speed.
+    /// Speed of llama.cpp.
     Peer,
     /// Many sheds during decoding and during a prompt (`--sheds`, `--shed-mib`).
     Sheds,
-    /// Memory that prefill holds.
+    /// Workspace of prefill.
     Workspace,
 }
 

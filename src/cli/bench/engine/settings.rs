@@ -21,41 +21,41 @@ fn threads_here() -> u16 {
 /// How to measure, whatever the model.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineSettings {
-    /// Threads that compute [default: one for each physical core, as in the daemon].
+    /// Number of compute threads [default: one per physical core, as in the daemon].
     #[arg(long, default_value_t = threads_here(), hide_default_value = true, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
     /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni`, `avx512` or `avx512-bf16`, on arm64 `baseline`, `dotprod` or `i8mm`
     /// [default: the best of this machine].
     #[arg(long, value_name = "NAME")]
     pub instructions: Option<String>,
-    /// Compute on the GPU, as the peer does then (`-ngl 99`).
+    /// Compute on the GPU; llama.cpp then runs with `-ngl 99`.
     #[arg(long, conflicts_with = "instructions")]
     pub cuda: bool,
-    /// Rounds; each takes every figure once.
+    /// Number of rounds; each measures every figure once.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
-    /// Tokens of one prefill chunk.
+    /// Tokens per prefill chunk.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub chunk: u32,
-    /// Tokens over which one figure of decoding is taken, with all layers resident.
+    /// Tokens generated per measurement of decoding, with all layers resident.
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub generate: u32,
-    /// Tokens in the cache for the second figure of decoding.
+    /// Tokens in the KV cache for the second measurement of decoding.
     #[arg(long, default_value_t = 1024)]
     pub depth: u32,
-    /// KV capacity that is given up and taken back, in MiB.
+    /// KV capacity that is shed and regrown, in MiB.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     pub kv_mib: u64,
-    /// The longest prompt for which the workspace is measured.
+    /// Longest prompt for which the workspace is measured, in tokens.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
-    /// Sheds of the section `sheds` in each round.
+    /// Sheds per round in the section `sheds`.
     #[arg(long, default_value_t = 20)]
     pub sheds: u32,
-    /// The least that each of them gives up, in MiB.
+    /// Minimum size of each of these sheds, in MiB.
     #[arg(long, default_value_t = 256)]
     pub shed_mib: u64,
-    /// `llama-bench` of llama.cpp, measured in turns on the same file.
+    /// `llama-bench` of llama.cpp, measured alternately on the same file.
     #[arg(long, value_name = "PROGRAM")]
     pub peer: Option<PathBuf>,
 }
