@@ -72,7 +72,7 @@ fn measure(args: &KillArgs) -> Result<(), CliError> {
         let mut stage = Stage::set(configuration).map_err(|error| CliError::failed("cannot start", error))?;
         let done = tokio::select! {
             done = points(args, &mut stage) => done.map_err(|problem| {
-                let problem = format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15));
+                let problem = format!("{problem}; the daemon's last log lines:\n{}", stage.log_tail(15));
                 CliError::plain(problem, exit::FAILED)
             }),
             code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),

@@ -87,7 +87,7 @@ pub(super) async fn run(args: &StormArgs) -> Result<Report, String> {
     done.map_err(|problem| {
         let kills = group.kills();
         format!(
-            "{problem}; the group's counter of kills: {kills:?}; the daemon's last words:\n{}",
+            "{problem}; the group's counter of kills: {kills:?}; the daemon's last log lines:\n{}",
             stage.log_tail(15)
         )
     })

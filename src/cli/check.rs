@@ -101,18 +101,18 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
         sheet.row(
             "nvmap page pool",
             pool,
-            "to be had by the next GPU allocation",
+            "available to the next GPU allocation",
         );
         sheet.row(
             "residual",
             meminfo.residual(),
-            "in no line of /proc/meminfo: drivers, GPU, zram's store",
+            "not in /proc/meminfo: drivers, GPU, zram",
         );
     }
     let warnings = print_audit(sheet, root, None);
     if let Err(error) = meminfo {
         sheet.fault(&error, &[]);
-        sheet.verdict("this is no device: its memory cannot be read");
+        sheet.verdict("cannot audit: the device's memory cannot be read");
         return exit::FAILED;
     }
     sheet.verdict(&format!(
@@ -147,7 +147,7 @@ fn print_software(sheet: &mut Sheet, root: &ProbeRoot) {
     }
     let daemons = Sandbox::of_daemons(root);
     if !daemons.is_empty() {
-        sheet.section("supervisors", "supervisors that run");
+        sheet.section("supervisors", "running supervisors");
     }
     for daemon in daemons {
         sheet.line(&daemon.to_string());
@@ -314,7 +314,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             text: format!(
                 "`{key}: {address}` is reachable from other machines, without a password"
             ),
-            remedy: "listen on 127.0.0.1, or keep others out by a firewall".to_owned(),
+            remedy: "listen on 127.0.0.1, or restrict access by a firewall".to_owned(),
         });
     }
     for (key, address) in config
@@ -326,9 +326,9 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             worker: None,
             rule: "address_absent",
             severity: Severity::Warning,
-            text: format!("`{key}: {address}` is not an address of this machine now"),
+            text: format!("`{key}: {address}` is not currently an address of this machine"),
             remedy:
-                "it is served as soon as the machine has it; `ip address` shows those that it has"
+                "it is served once the machine has it; `ip address` lists present addresses"
                     .to_owned(),
         });
     }
@@ -447,7 +447,7 @@ fn models_beside(path: &Path) -> Option<String> {
     let folder = path.parent().filter(|_| !path.exists())?;
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Some(format!(
-            "there is no folder `{}` that can be read",
+            "the folder `{}` is missing or unreadable",
             folder.display()
         ));
     };
@@ -459,7 +459,7 @@ fn models_beside(path: &Path) -> Option<String> {
     let more = models.len().saturating_sub(NEIGHBOURS);
     models.truncate(NEIGHBOURS);
     Some(match (models.join("`, `"), more) {
-        (none, _) if none.is_empty() => format!("there is no `*.gguf` in `{}`", folder.display()),
+        (none, _) if none.is_empty() => format!("no `*.gguf` file in `{}`", folder.display()),
         (names, 0) => format!("`{}` has `{names}`", folder.display()),
         (names, more) => format!("`{}` has `{names}` and {more} more", folder.display()),
     })
@@ -491,14 +491,14 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
         row(
             "nvmap page pool",
             pool,
-            "to be had by the next GPU allocation",
+            "available to the next GPU allocation",
         );
     }
     if let Some(group) = reading.group {
         row(
             "left in the group",
             group.left,
-            "the least of all limits, with page cache that can be dropped",
+            "lowest of all limits, reclaimable page cache included",
         );
     }
     let available = reading.sample(Timestamp::START).available();
@@ -507,7 +507,7 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
         row(
             "used by others",
             short,
-            "of the budget, now: it counts as unaccounted as far as it stays",
+            "of the budget at present; unaccounted as long as it remains",
         );
     }
     row(
@@ -560,7 +560,7 @@ fn print_tenants(
     params: &Params,
     model: Option<&Inspected>,
 ) -> bool {
-    sheet.section("wanted", "wanted at most");
+    sheet.section("wanted", "maximum demand");
     let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
     let mut sum = Bytes::ZERO;
     let mut floors = Bytes::ZERO;
@@ -584,7 +584,7 @@ fn print_tenants(
                     Some(peak) => (peak.with_margin(), "as measured in earlier runs".to_owned()),
                     None => (
                         first,
-                        "nothing is known: its first start reserves so much".to_owned(),
+                        "not measured yet; reserved for the first start".to_owned(),
                     ),
                 }
             }
@@ -640,7 +640,7 @@ fn print_tenants(
             &format!("prefill in chunks of {} tokens", llm.prefill_chunk),
         );
         let floor = floor_bytes(shape, llm);
-        row("  floor", floor, "0 layers resident, least KV");
+        row("  floor", floor, "0 layers resident, minimum KV");
         sum = sum.saturating_add(whole);
         floors = floors.saturating_add(floor);
         elastic = whole.saturating_sub(floor);
@@ -651,21 +651,21 @@ fn print_tenants(
         sheet.verdict(&format!("everything fits, {} to spare", budget - sum));
     } else if sum.saturating_sub(elastic) <= budget {
         sheet.verdict(&format!(
-            "{} too much for everything at once: the LLM sheds it, up to {elastic}",
+            "{} over budget with everything at once: the LLM sheds it, up to {elastic}",
             sum - budget,
         ));
     } else if floors <= budget {
         sheet.verdict(&format!(
-            "{} too much for everything at once: the LLM sheds up to {elastic}, and not all workers can have \
+            "{} over budget with everything at once: the LLM sheds up to {elastic}, and not all workers can use \
              their largest variant together",
             sum - budget,
         ));
     } else {
         sheet.verdict(&format!(
-            "cannot work: {floors} at the least, of a budget of {budget}"
+            "cannot work: at least {floors} needed, of a budget of {budget}"
         ));
         eprintln!(
-            "hint: give fewer workers, smaller variants, a smaller model, or a larger `budget.total`"
+            "hint: configure fewer workers, smaller variants, a smaller model, or a larger `budget.total`"
         );
         return false;
     }
@@ -677,7 +677,7 @@ fn what_it_is(model: &Inspected) -> String {
     let shape = &model.shape;
     let mut words = format!("{} on {} layers", shape.architecture, shape.layer_count());
     if !model.unused.is_empty() {
-        words.push_str("; not used and left in the file: ");
+        words.push_str("; unused and left in the file: ");
         words.push_str(&model.unused.join(", "));
     }
     if let Some(written) = model.without_template {

@@ -39,14 +39,14 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
             // The supervisor has ended: follow its successor.
             Ok(()) | Err(_) => {}
         }
-        eprintln!("the supervisor has gone; waiting for the next one");
+        eprintln!("the supervisor stopped; waiting for the next one");
         client = loop {
             tokio::time::sleep(LOOK_EVERY).await;
             if let Ok(channel) = global.connect().await {
                 break OperatorServiceClient::new(channel);
             }
         };
-        eprintln!("connected again");
+        eprintln!("reconnected");
     }
 }
 

@@ -74,7 +74,7 @@ pub enum CliError {
         code: u8,
     },
     /// The time limit of a drain has passed.
-    #[error("not drained within {}; answers that still run: {answers}", TimeSpan(*.within))]
+    #[error("drain timed out after {}; answers still running: {answers}", TimeSpan(*.within))]
     StillRunning {
         /// Number of running answers.
         answers: u32,
@@ -82,7 +82,7 @@ pub enum CliError {
         within: Duration,
     },
     /// The reader of our output is gone, which is not a fault.
-    #[error("the reader of the output has gone away")]
+    #[error("the reader closed the output")]
     OutputClosed,
 }
 
@@ -259,10 +259,10 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
                     .next()
                     .unwrap_or_default()
                 {
-                    "CertificateExpired" => "it has expired",
-                    "CertificateRequired" => "there is none",
+                    "CertificateExpired" => "it expired",
+                    "CertificateRequired" => "none was presented",
                     // Another CA with the same name: its signature does not match our key.
-                    "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
+                    "UnknownCA" | "DecryptError" => "not signed by the CA in `grpc.tcp.client_ca`",
                     _ => "it cannot be verified",
                 },
             );
@@ -272,9 +272,9 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
     None
 }
 
-const STILL_RUNNING_HINT: &str = "wait again, or admit requests again by `cotenant drain --off`";
+const STILL_RUNNING_HINT: &str = "wait again, or end the drain by `cotenant drain --off`";
 
-const CERTIFICATE_HINT: &str = "give one of the fleet's CA that is valid now with --cert and --key";
+const CERTIFICATE_HINT: &str = "present a valid certificate of the fleet's CA with --cert and --key";
 
 fn call_text(status: &Status) -> String {
     if let Some(why) = refused_certificate(status) {
@@ -283,7 +283,7 @@ fn call_text(status: &Status) -> String {
     match status.code() {
         Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
             format!(
-                "the supervisor went away in the middle of an answer ({})",
+                "lost the connection to the supervisor during a response ({})",
                 status.message()
             )
         }
@@ -351,15 +351,15 @@ fn call_hint(status: &Status) -> Option<String> {
         (Some("STOPPING"), _) => {
             Some("the supervisor is stopping; start it again first".to_owned())
         }
-        (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
+        (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor restarted; retry".to_owned()),
         (_, Some(delay)) => Some(
             remedy(status).unwrap_or_else(|| format!("try again in {:.1} s", delay.as_secs_f64())),
         ),
         (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {
-            Some("the supervisor did not answer in time; allow more with --timeout".to_owned())
+            Some("the supervisor did not reply in time; raise --timeout".to_owned())
         }
         (None, _) if status.code() == Code::Unimplemented => Some(
-            "leases are served on the sockets of its own machine alone; any other call may be of another version"
+            "leases are served on local sockets only; other calls may need another version of the supervisor"
                 .to_owned(),
         ),
         _ => remedy(status),

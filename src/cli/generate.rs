@@ -144,18 +144,18 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                             usage.completion_tokens,
                             show::span(&total),
                             if reason == FinishReason::Length {
-                                ", cut at the limit of tokens"
+                                ", truncated at the token limit"
                             } else {
                                 ""
                             },
                             match usage.kv_type() {
-                                KvType::Q8 => ", with its context kept as q8",
-                                KvType::Q4 => ", with its context kept as q4",
+                                KvType::Q8 => ", KV cache in q8",
+                                KvType::Q4 => ", KV cache in q4",
                                 KvType::F16 | KvType::Unspecified => "",
                             },
                             match usage.dropped_tokens {
                                 0 => String::new(),
-                                dropped => format!(", {dropped} tokens of its context dropped"),
+                                dropped => format!(", {dropped} tokens of context dropped"),
                             },
                         );
                     }
@@ -174,7 +174,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
         }
     }
     Err(CliError::plain(
-        "the answer ended without an end",
+        "the stream ended before the answer was complete",
         exit::FAILED,
     ))
 }

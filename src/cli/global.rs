@@ -117,7 +117,7 @@ impl Global {
             ),
             Err(_) => format!("no answer within {}", TimeSpan(self.timeout)),
         };
-        CliError::plain(error, exit::UNREACHABLE).with_hint("allow more with --timeout".to_owned())
+        CliError::plain(error, exit::UNREACHABLE).with_hint("raise --timeout".to_owned())
     }
 }
 

@@ -102,7 +102,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
     let mut interrupts =
         Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
     adopt_descendants()
-        .map_err(|error| CliError::failed("cannot follow what the program starts", error))?;
+        .map_err(|error| CliError::failed("cannot track child processes of the program", error))?;
     let mut leases = LeaseServiceClient::new(global.connect().await?);
     let lease = create(global, &mut leases, hold).await?;
     let mut keeper = Keeper {
@@ -191,7 +191,7 @@ async fn create(
     );
     let created = created.await.map_err(|_| global.too_late())??;
     let lease = created.into_inner().lease;
-    lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
+    lease.ok_or_else(|| CliError::plain("cannot hold a lease: the response contains none", exit::FAILED))
 }
 
 enum Over {
@@ -250,7 +250,7 @@ impl Keeper {
             }
             if self.left().is_zero() {
                 let away = format!(
-                    "the supervisor is away, and the term of {} ends",
+                    "the supervisor is unreachable, and the term of {} expires",
                     TimeSpan(self.term)
                 );
                 return Ok(Over::Ended(away));
@@ -401,7 +401,7 @@ impl Keeper {
         }
         let answer = match (applied, used) {
             (Some(used), _) => {
-                let text = format!("down to {used}");
+                let text = format!("shrunk to {used}");
                 self.say
                     .line("applied", &text, &json!({ "used_bytes": used.get() }))?;
                 (TargetState::Applied, Some(used.get()), String::new())
@@ -521,7 +521,7 @@ impl Program {
         while let left @ 1.. = self.others() {
             if self.exited.replace(status).is_none() {
                 let text = format!(
-                    "the program has ended ({status}); the lease goes on with {left} of its processes"
+                    "the program ended ({status}); the lease continues for {left} of its processes"
                 );
                 let _ = say.line("program_ended", &text, &json!({ "processes": left }));
             }
@@ -622,7 +622,7 @@ impl Say {
             .and_then(|left| Duration::try_from(left).ok());
         let left = left.unwrap_or_default();
         let text = format!(
-            "come down to {} within {:.1} s: {}",
+            "shrink to {} within {:.1} s: {}",
             Bytes::new(target.target_bytes),
             left.as_secs_f64(),
             target.reason

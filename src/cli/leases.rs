@@ -47,7 +47,7 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
                 .find(|lease| lease.name == name)
                 .ok_or_else(|| {
                     CliError::plain(
-                        format!("cannot release `{name}`: there is no such lease"),
+                        format!("cannot release `{name}`: no such lease"),
                         exit::REFUSED,
                     )
                     .with_hint("`cotenant leases` lists them".to_owned())

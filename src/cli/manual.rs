@@ -87,10 +87,10 @@ const EXITS: &[(&str, &str)] = &[
     ("1", "failed"),
     ("2", "bad arguments"),
     ("3", "the supervisor cannot be reached"),
-    ("4", "reached, and refused or unhealthy"),
-    ("5", "drain --wait: answers still run"),
+    ("4", "the supervisor refused, or is unhealthy"),
+    ("5", "drain --wait timed out: answers are still running"),
     ("70", "the control loop of serve hung"),
-    ("78", "bad configuration, or a stack that cannot work"),
+    ("78", "invalid configuration, or a stack that does not fit"),
 ];
 
 /// Exit codes of `grpc_health_probe`.
@@ -105,19 +105,19 @@ const HEALTH_EXITS: &[(&str, &str)] = &[
 const ENVIRONMENT: &[(&str, &str)] = &[
     (
         "COTENANT_ENDPOINT",
-        "socket of the supervisor, where --endpoint is not given",
+        "socket of the supervisor, unless --endpoint is given",
     ),
     ("HF_TOKEN", "token of Hugging Face, for pull"),
     ("HF_ENDPOINT", "a mirror of Hugging Face, for pull"),
     (
         "HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY",
-        "proxies of pull, and the hosts without one",
+        "proxies for pull, and hosts reached without a proxy",
     ),
     (
         "SSL_CERT_FILE",
-        "CA certificates of pull in place of the system's",
+        "CA certificates for pull, instead of the system's",
     ),
-    ("NO_COLOR", "no colours, where it is set and not empty"),
+    ("NO_COLOR", "disables colours, if set and not empty"),
 ];
 
 const FILES: &[(&str, &str)] = &[
@@ -131,11 +131,11 @@ const FILES: &[(&str, &str)] = &[
     ),
     (
         "/var/lib/cotenant/journal.ndjson",
-        "events and actions; journal.ndjson.1 is the part before",
+        "events and decisions; journal.ndjson.1 is the rotated part",
     ),
     (
         "/var/lib/cotenant/calibration.json",
-        "coefficients of this machine, by calibrate",
+        "coefficients of this machine, written by calibrate",
     ),
 ];
 

@@ -105,7 +105,7 @@ pub(super) fn read_journal(path: &Path, act: impl Into<String>) -> Result<Conten
     if !contents.damaged.is_empty() {
         let lines = listed(&contents.damaged);
         let path = path.display();
-        eprintln!("{path}: lines {lines} cannot be read and are left out");
+        eprintln!("{path}: skipped unreadable lines {lines}");
     }
     Ok(contents)
 }

@@ -59,9 +59,9 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
             .saturating_sub(Duration::from_micros(last.unix_us))
             .as_secs();
         let error =
-            format!("cannot plot: nothing happened since then; the last line is {ago} s old");
+            format!("cannot plot: no events in this period; the last line is {ago} s old");
         return Err(CliError::plain(error, exit::FAILED)
-            .with_hint("give a longer --since, or none".to_owned()));
+            .with_hint("use a longer --since, or omit it".to_owned()));
     }
     let chart = history.chart();
     if let Some(path) = &plot.svg {

@@ -124,7 +124,7 @@ fn describe(death: &DeathCertificate) -> String {
     if let Some(peak) = death.memory.peak_resident {
         row(
             "peak resident",
-            format!("{peak}, its main process or one that it waited for"),
+            format!("{peak}, of its main process or a child that it reaped"),
         );
     }
     if let Some(course) = course(&death.memory.history) {
@@ -155,7 +155,7 @@ fn describe(death: &DeathCertificate) -> String {
     );
     if let Some(remedy) = &death.verdict.remedy {
         let who = if death.verdict.needs_operator {
-            " (it is not started again before)"
+            " (no restart before)"
         } else {
             ""
         };

@@ -30,7 +30,7 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
 pub(super) fn wait(text: &str) -> Result<Duration, String> {
     match duration(text)? {
         Duration::ZERO => Err("not above zero".to_owned()),
-        long if long > WAIT_MAX => Err("longer than a day, which is the limit".to_owned()),
+        long if long > WAIT_MAX => Err("above the limit of one day".to_owned()),
         fits => Ok(fits),
     }
 }
@@ -42,7 +42,7 @@ const WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 pub(super) fn kv_type() -> impl TypedValueParser<Value = KvType> {
     let of_word = |word: String| KvType::ALL.into_iter().find(|kind| kind.word() == word);
     PossibleValuesParser::new(KvType::ALL.map(KvType::word))
-        .try_map(move |word| of_word(word).ok_or("is no type of the KV cache"))
+        .try_map(move |word| of_word(word).ok_or("not a type of the KV cache"))
 }
 
 /// Parses the number of a journal line: `4711`.

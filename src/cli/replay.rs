@@ -27,7 +27,7 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
         let contents = output::read_journal(path, act)?;
         if contents.torn {
             eprintln!(
-                "{}: the last line has no end and is left out",
+                "{}: skipped the incomplete last line",
                 path.display()
             );
         }
@@ -55,10 +55,10 @@ fn describe(run: &Run) -> String {
         ));
     }
     match &run.outcome {
-        Outcome::Same => format!("{so_far}: the same decisions\n"),
+        Outcome::Same => format!("{so_far}: identical decisions\n"),
         Outcome::Differs(difference) => {
             let mut text = format!(
-                "{so_far}: another decision at line {}\n  event     {}\n",
+                "{so_far}: different decision at line {}\n  event     {}\n",
                 difference.event.sequence,
                 journal::render(&difference.event),
             );
@@ -78,15 +78,14 @@ fn describe(run: &Run) -> String {
         }
         Outcome::StateDiffers { sequence } => {
             format!(
-                "{so_far}: the same decisions, and another state at the checkpoint of line {sequence}\n"
+                "{so_far}: identical decisions, but different state at the checkpoint in line {sequence}\n"
             )
         }
         Outcome::Gap { sequence } => {
-            format!("{so_far}: the same decisions up to a gap before line {sequence}\n")
+            format!("{so_far}: identical decisions up to a gap before line {sequence}\n")
         }
         Outcome::NoStart { sequence } => format!(
-            "run {}: neither its beginning nor a checkpoint is there, the first line is {sequence}; give the files put \
-             aside too, oldest first\n",
+            "run {}: first line {sequence} is neither the beginning nor a checkpoint; add rotated files, oldest first\n",
             run.boot_id
         ),
         Outcome::NoArbiter { reason } => format!(

@@ -34,7 +34,7 @@ pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
             )
         }
         Err(error) => {
-            eprintln!("error: cannot start a session of its own\n  caused by: {error}");
+            eprintln!("error: cannot create a session\n  caused by: {error}");
             ExitCode::FAILURE
         }
     }

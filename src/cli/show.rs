@@ -119,7 +119,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         lines.push(line);
         if let Some(left) = &pressure.exhausted_in {
             lines.push(format!(
-                "          losing {} per second: nothing is left in {}",
+                "          losing {} per second: exhausted in {}",
                 bytes(pressure.losing_bytes_per_second),
                 span(left),
             ));
@@ -180,7 +180,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
     }
     for address in &status.absent_addresses {
         shown.push_str(&wrapped(&format!(
-            "`{address}` is not an address of this machine; it is served as soon as the machine has it"
+            "`{address}` is not an address of this machine; it is served once the machine has it"
         )));
     }
     if status.standby_missed > 0 {
@@ -425,7 +425,7 @@ fn next_try(engine: &v1::Engine) -> String {
             left.seconds,
             left.nanos / 100_000_000
         ),
-        None if engine.failed_permanently => "; not tried again before that has changed".to_owned(),
+        None if engine.failed_permanently => "; no retry until that changes".to_owned(),
         None => String::new(),
     }
 }

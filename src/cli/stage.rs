@@ -184,7 +184,7 @@ impl Stage {
     #[must_use]
     pub fn last_words(&self, problem: impl std::fmt::Display) -> String {
         let log = self.log_tail(15);
-        format!("{problem}; the daemon's last words:\n{log}")
+        format!("{problem}; the daemon's last log lines:\n{log}")
     }
 
     /// Returns the last lines of the daemon's log.

@@ -68,7 +68,7 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
         let wav = spoken
             .audio
             .to_wav()
-            .map_err(|error| CliError::failed("cannot keep the answer", error))?;
+            .map_err(|error| CliError::failed("cannot store the answer", error))?;
         let path = out.display();
         fs::write(out, wav)
             .map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;

@@ -49,7 +49,7 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     }
     let story = journal::why(&entries, why.sequence).map_err(|error| {
         CliError::failed(act, error).with_hint(why.files.is_empty().then(|| {
-            "these are the lines that the supervisor has in memory; name the journal with `--file`, by default \
+            "these lines are in the supervisor's memory; for others name the journal with `--file`, by default \
              /var/lib/cotenant/journal.ndjson"
                 .to_owned()
         }))
@@ -110,15 +110,15 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         story.event.boot_id,
         prost_types::Timestamp::from(happened)
     );
-    let _ = writeln!(text, "what happened   {}", line(&story.event));
+    let _ = writeln!(text, "event           {}", line(&story.event));
     match &story.before {
         Some(before) => describe_known(&mut text, before, at),
         None => text.push_str(
-            "what was known  there is no state before this line; the journal has it (`--file`)\n",
+            "state before    not in the supervisor's memory; read the journal with `--file`\n",
         ),
     }
     if story.actions.is_empty() {
-        text.push_str("what was done   nothing\n");
+        text.push_str("action          none\n");
     }
     for chosen in &story.actions {
         let mark = if chosen.entry.sequence == story.asked.sequence {
@@ -126,18 +126,18 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         } else {
             " "
         };
-        let _ = writeln!(text, "what was done {mark} {}", line(&chosen.entry));
+        let _ = writeln!(text, "action        {mark} {}", line(&chosen.entry));
         let mut figures = Vec::new();
         if let Some(promised) = chosen.promised {
             figures.push(format!("{promised} promised"));
         }
         if let Some(measured) = chosen.measured {
-            figures.push(format!("{measured} measured back"));
+            figures.push(format!("{measured} measured"));
         }
         if let Some(deadline) = chosen.deadline {
             let allowed = deadline.saturating_since(chosen.entry.at);
             figures.push(format!(
-                "to be done by {deadline}, in {} ms",
+                "due by {deadline}, in {} ms",
                 allowed.as_millis()
             ));
         }
@@ -165,7 +165,7 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
     }
     if let Some(answer) = answer {
         let took = answer.at.saturating_since(at).as_millis();
-        let _ = writeln!(text, "the answer      after {took} ms: {}", line(answer));
+        let _ = writeln!(text, "reply           after {took} ms: {}", line(answer));
     }
     text
 }
@@ -188,7 +188,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
         .map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let _ = writeln!(
         text,
-        "what was known  {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
+        "state before    {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
         before.pressure.level,
         age(sampled),
         before.pressure.elevated_below,
@@ -196,7 +196,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
     );
     let _ = writeln!(
         text,
-        "                {} held, {} unaccounted, {} free of {}; {} being released, {} kept for a holder that restarts",
+        "                {} held, {} unaccounted, {} free of {}; {} being released, {} reserved for a restarting holder",
         before.memory.held,
         before.memory.unaccounted,
         before.memory.free,

@@ -33,7 +33,7 @@ pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> 
             bind_freely(&socket, address).map_err(|_without| error)?;
             socket.bind(address)?;
             tracing::warn!(
-                "`{key}: {address}` is not an address of this machine; it is served as soon as the machine has it"
+                "`{key}: {address}` is not an address of this machine; it is served once the machine has it"
             );
         }
         bound => bound?,

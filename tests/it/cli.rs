@@ -136,13 +136,13 @@ fn a_model_that_is_not_there_is_answered_with_those_that_are() {
     let folder = configured("");
     let model = |name: &str| folder.path().join(name);
     for (named, present, said) in [
-        (model("a.gguf"), Vec::new(), "there is no `*.gguf` in `"),
+        (model("a.gguf"), Vec::new(), "no `*.gguf` file in `"),
         (
             model("a.gguf"),
             vec!["b.gguf", "c.txt", "c.gguf"],
             "has `b.gguf`, `c.gguf`\n",
         ),
-        (model("nowhere/a.gguf"), Vec::new(), "there is no folder `"),
+        (model("nowhere/a.gguf"), Vec::new(), "` is missing or unreadable"),
     ] {
         present
             .iter()

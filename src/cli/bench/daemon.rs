@@ -39,7 +39,7 @@ pub async fn until(
         }
         if Instant::now() >= end {
             return Err(format!(
-                "the daemon is not as it should be after {patience:?}: {:?}, {:?}, {:?}",
+                "the daemon did not reach the expected state within {patience:?}: {:?}, {:?}, {:?}",
                 status.engine, status.pressure, status.workers
             ));
         }

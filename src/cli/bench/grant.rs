@@ -350,7 +350,7 @@ async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     Err(format!(
-        "the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"
+        "the LLM did not reach phase {phase:?} within {PATIENCE:?}"
     ))
 }
 

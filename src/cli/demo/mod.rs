@@ -78,7 +78,7 @@ pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
     if let Err(error) = report::make_folder(&args.out) {
         eprintln!("error: cannot write the report to `{}`", args.out.display());
         eprintln!("  caused by: {error}");
-        eprintln!("hint: name a folder that this user may write with --out");
+        eprintln!("hint: name a writable folder with --out");
         return ExitCode::FAILURE;
     }
     let scenario = if args.real {
@@ -124,12 +124,12 @@ fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
         Ok(Ok(false)) => ExitCode::FAILURE,
         Ok(Err(code)) => {
             eprintln!(
-                "error: the demonstration was interrupted; daemon and workers have been ended"
+                "error: the demonstration was interrupted; daemon and workers were stopped"
             );
             ExitCode::from(code)
         }
         Err(problem) => {
-            eprintln!("error: the demonstration broke off: {problem}");
+            eprintln!("error: the demonstration failed: {problem}");
             ExitCode::FAILURE
         }
     }

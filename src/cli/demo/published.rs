@@ -60,7 +60,7 @@ impl Source {
         if ended.success() {
             Ok(folder)
         } else {
-            Err(format!("`fetch` ended with {ended}; its message is above"))
+            Err(format!("`fetch` failed with {ended}; see its message above"))
         }
     }
 }

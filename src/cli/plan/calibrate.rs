@@ -161,7 +161,7 @@ impl Coefficients {
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
         let cannot = |error: std::io::Error| {
             let hint = (error.kind() == ErrorKind::PermissionDenied).then(|| {
-                "run as root, or name coefficients of your own with --calibration".to_owned()
+                "run as root, or name another file with --calibration".to_owned()
             });
             CliError::failed(format!("cannot read `{}`", path.display()), error).with_hint(hint)
         };
@@ -193,7 +193,7 @@ impl Coefficients {
     pub(crate) fn doubt(&self) -> Option<String> {
         (self.error_percent > UNMEASURED_PERCENT).then(|| {
             format!(
-                "rounds of computing differed by {} %, more than the {UNMEASURED_PERCENT} % that are assumed without them",
+                "compute rounds differ by {} %, more than the {UNMEASURED_PERCENT} % assumed without a measurement",
                 self.error_percent
             )
         })
@@ -325,7 +325,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
             "computing: {} MiB/s of {} on {threads} threads of {}, ± {} % over {taken} rounds\n\
              {}\
              reading: {} MiB/s at first, {} MiB/s sustained; 95 % of the time {} to {} MiB/s\n\
-             kept in {}\n",
+             written to {}\n",
             per_s(coefficients.calibration.compute_ns_per_mib),
             coefficients.setting.weights,
             coefficients.setting.processor,

@@ -275,7 +275,7 @@ impl Device {
         if measured.threads != runs.threads {
             widen(
                 format!(
-                    "measured on {} threads, and {} will compute",
+                    "measured with {} threads, but {} will compute",
                     measured.threads, runs.threads
                 ),
                 OTHER_PERCENT,
@@ -284,7 +284,7 @@ impl Device {
         if measured.weights != runs.weights {
             widen(
                 format!(
-                    "measured with {}, and most weights are {}",
+                    "measured with {}, but most weights are {}",
                     measured.weights, runs.weights
                 ),
                 OTHER_PERCENT,
@@ -346,7 +346,7 @@ mod tests {
         assert_eq!(error, 60);
         assert_eq!(
             doubts,
-            "measured on 4 threads, and 6 will compute: 25 % more; measured with Q4_K, Q6_K, and most weights are Q8_0: 25 % more"
+            "measured with 4 threads, but 6 will compute: 25 % more; measured with Q4_K, Q6_K, but most weights are Q8_0: 25 % more"
         );
         assert_eq!(compared(setting("4 × Cortex-A76", 6, "Q8_0")).0, 99);
         let mut unmeasured = Device::boards().next().unwrap();

@@ -120,7 +120,7 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     {
         let most = inspected.shape.context_max;
         eprintln!(
-            "note: the model was made for {most} tokens; --context {context} counts as {most}"
+            "note: --context {context} exceeds the model's limit and is reduced to {most} tokens"
         );
     }
     let stack = stack(args, config.as_ref(), &device)?;

@@ -106,7 +106,7 @@ pub(super) fn print(
     row(
         "LLM",
         llm.total,
-        &format!("all resident; {} at the least", forecast.floor),
+        &format!("all resident; at least {}", forecast.floor),
     );
     for worker in &stack.params.workers {
         let learned = stack.params.peaks.of(&worker.name, None).is_some();
@@ -153,7 +153,7 @@ pub(super) fn print(
         "{title}\n{weights}memory\n{memory}start order\n  {}",
         starts.join(", ")
     );
-    let _ = writeln!(text, "under pressure, the mode being {}", stack.mode);
+    let _ = writeln!(text, "under pressure, in mode {}", stack.mode);
     for shortage in &forecast.rehearsal.shortages {
         let _ = writeln!(text, "  {}", line_of(shortage));
     }
@@ -320,7 +320,7 @@ pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
                 .map(String::as_str)
                 .collect();
             let needs = if waiting.contains(&ENGINE_TENANT) {
-                format!("; the LLM needs {} at the least", forecast.floor)
+                format!("; the LLM needs at least {}", forecast.floor)
             } else {
                 String::new()
             };

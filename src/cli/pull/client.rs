@@ -174,7 +174,7 @@ impl Client {
         headers.extend(validator.map(|version| (header::IF_RANGE.as_str(), version)));
         let response = self.get(url, &headers)?;
         let refused = |problem: &str| {
-            let act = format!("cannot use the answer of `{}`: {problem}", shown(url));
+            let act = format!("invalid response from `{}`: {problem}", shown(url));
             Fault::Final(CliError::plain(act, exit::FAILED))
         };
         let text = |name: header::HeaderName| response.headers().get(name)?.to_str().ok();
@@ -249,7 +249,7 @@ impl Patience {
 /// A failed read of a response, which may pass.
 pub(super) fn cut(url: &str, error: io::Error) -> Fault {
     Fault::Passing(CliError::failed(
-        format!("`{}` broke off", shown(url)),
+        format!("the transfer from `{}` was interrupted", shown(url)),
         error,
     ))
 }
@@ -266,7 +266,7 @@ fn fault(url: &str, error: ureq::Error) -> Fault {
     };
     let (passes, hint) = match &error {
         ureq::Error::Io(error) if is_certificate(error) => (false, Some(UNVERIFIED)),
-        ureq::Error::RequireHttpsOnly(_) => (false, Some("it leads from https to http")),
+        ureq::Error::RequireHttpsOnly(_) => (false, Some("redirected from https to http")),
         ureq::Error::HostNotFound => (true, Some(UNREACHABLE)),
         // The last one: the connection ended within the head of the response.
         ureq::Error::Io(_)

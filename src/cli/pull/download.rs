@@ -200,7 +200,7 @@ impl<'client> Download<'client> {
             Some(expected) if *expected != found => {
                 self.discard()?;
                 let act = format!(
-                    "`{}` has SHA-256 {found}, expected is {expected}: its {} were removed",
+                    "SHA-256 of `{}` is {found}, expected {expected}: its {} were removed",
                     shown(&self.source.url),
                     Bytes::new(self.have)
                 );
@@ -248,7 +248,7 @@ impl<'client> Download<'client> {
             Ok(meta.len())
         } else {
             let act = format!(
-                "cannot use `{}`: it is no regular file",
+                "cannot use `{}`: it is not a regular file",
                 self.path.display()
             );
             Err(CliError::plain(act, exit::FAILED))
@@ -266,7 +266,7 @@ impl<'client> Download<'client> {
             return Ok(());
         }
         let act = format!(
-            "`{}` is there already, and is not known to be the same file",
+            "`{}` already exists, and may be a different file",
             self.path.display()
         );
         let hint = "move it away, or choose another folder with --to";
@@ -290,7 +290,7 @@ impl<'client> Download<'client> {
             self.file.read_exact(block).map_err(cannot)?;
             self.digest.update(block);
             read += block.len() as u64;
-            meter.show("checking what is here", read, self.have);
+            meter.show("verifying existing data", read, self.have);
         }
         Ok(())
     }
@@ -321,7 +321,7 @@ impl<'client> Download<'client> {
         let opened = self.client.open(&source.url, self.have, validator)?;
         let changed = |figures: String| {
             let act = format!("`{}` changed on its server: {figures}", shown(&source.url));
-            let hint = "pull again, which begins with its listing";
+            let hint = "pull again to read its new listing";
             Fault::Final(CliError::plain(act, exit::FAILED).with_hint(hint.to_owned()))
         };
         if opened.total != source.bytes {
@@ -336,7 +336,7 @@ impl<'client> Download<'client> {
         }
         if opened.from != 0 {
             let act = format!(
-                "`{}` answered with byte {} in place of {}",
+                "`{}` sent byte {} instead of {}",
                 shown(&source.url),
                 opened.from,
                 self.have
@@ -385,7 +385,7 @@ impl<'client> Download<'client> {
         let cannot = |error| Fault::Final(cannot("write", &part(&self.path), error));
         let (written, ended) = received.map_err(cannot)?;
         let (count, written) = written
-            .unwrap_or_else(|_| (0, Err(io::Error::other("the thread that writes has ended"))));
+            .unwrap_or_else(|_| (0, Err(io::Error::other("the writer thread ended"))));
         self.have += count;
         written.map_err(cannot)?;
         ended.map_err(|error| cut(&self.source.url, error))?;
@@ -472,7 +472,7 @@ fn write(
         drop(marks);
         let flushed = flusher
             .join()
-            .unwrap_or_else(|_| Err(io::Error::other("the thread that flushes has ended")));
+            .unwrap_or_else(|_| Err(io::Error::other("the flush thread ended")));
         appended.and(flushed)
     });
     (count, result)
@@ -499,7 +499,7 @@ fn open_part(path: &Path) -> Result<File, CliError> {
         .custom_flags(libc::O_NOFOLLOW)
         .open(path)
         .map_err(|error| {
-            let hint = "name a folder of yours with --to, or pull as the service's user: `sudo -u cotenant`";
+            let hint = "name a writable folder with --to, or pull as the service's user: `sudo -u cotenant`";
             cannot("write", path, error).with_hint(hint.to_owned())
         })?;
     match file.try_lock() {

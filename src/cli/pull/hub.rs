@@ -140,7 +140,7 @@ impl Listed {
                 self.path
             );
             return Err(CliError::plain(act, exit::FAILED)
-                .with_hint("fetch it by its URL, which verifies nothing".to_owned()));
+                .with_hint("fetch it by its URL, without verification".to_owned()));
         };
         let leaves = |part: &str| matches!(part, "" | "." | "..");
         if self.path.split('/').any(leaves) {

@@ -137,7 +137,7 @@ fn pull(
     let folder = std::path::absolute(&args.to)
         .and_then(|folder| fs::create_dir_all(&folder).map(|()| folder))
         .map_err(|error| {
-            let hint = "name a folder of yours with --to, or pull as the service's user: `sudo -u cotenant`";
+            let hint = "name a writable folder with --to, or pull as the service's user: `sudo -u cotenant`";
             cannot("create", &args.to, error).with_hint(hint.to_owned())
         })?;
     let sources = hubs.resolve(client, &args.model, args.sha256.clone())?;

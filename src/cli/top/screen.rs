@@ -176,7 +176,7 @@ impl Screen {
         let mut lines = vec![Line::from(title)];
         if let Some(silent) = self.silent_for {
             let message = format!(
-                "no answer for {} s; what follows is older",
+                "no reply for {} s; the figures below are older",
                 silent.as_secs()
             );
             lines.push(Line::from(

@@ -33,7 +33,7 @@ async fn an_address_that_is_not_there_yet_keeps_nothing_else_from_being_served()
     let log = installation.log();
     assert!(
         log.contains(&format!(
-            "`http.listen: {ABSENT}:0` is not an address of this machine; it is served as soon"
+            "`http.listen: {ABSENT}:0` is not an address of this machine; it is served once"
         )),
         "{log}"
     );
@@ -47,7 +47,7 @@ async fn an_address_that_is_not_there_yet_keeps_nothing_else_from_being_served()
     let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
     assert!(said(&check).contains(&format!(
-        "`wyoming.listen: {ABSENT}:0` is not an address of this machine now"
+        "`wyoming.listen: {ABSENT}:0` is not currently an address of this machine"
     )));
     daemon.end().await;
 }

@@ -39,7 +39,7 @@ async fn a_drain_that_is_waited_for_ends_with_the_last_answer_and_cuts_none() {
     // The time limit has passed at the first look.
     let late = installation.run(&["drain", "--wait", "1ms"]);
     assert_eq!(late.status.code(), Some(5), "{}", said(&late));
-    let error = "error: not drained within 1 ms; answers that still run: 1";
+    let error = "error: drain timed out after 1 ms; answers still running: 1";
     assert!(said(&late).contains(error), "{}", said(&late));
     let late = installation.run(&["drain", "--wait", "1ms", "-o", "json"]);
     let error: Value = serde_json::from_slice(&late.stderr).unwrap();
@@ -104,7 +104,7 @@ async fn a_wait_that_is_interrupted_leaves_the_drain_and_one_that_is_overtaken_s
     let output = overtaken.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(4), "{}", said(&output));
     assert!(
-        said(&output).contains("the drain has ended"),
+        said(&output).contains("the drain was ended"),
         "{}",
         said(&output)
     );

@@ -149,11 +149,11 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         (None, "needs a certificate, its key and the CA"),
         (
             Some((&fleet, "old", &fleet)),
-            "refuses this client's certificate: it has expired",
+            "refuses this client's certificate: it expired",
         ),
         (
             Some((&other, "outsider", &fleet)),
-            "refuses this client's certificate: its CA is not that of `grpc.tcp.client_ca`",
+            "refuses this client's certificate: not signed by the CA in `grpc.tcp.client_ca`",
         ),
         (Some((&fleet, "desk", &other)), "invalid peer certificate"),
     ] {

@@ -85,9 +85,9 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
         .unwrap()
         .into_inner();
     assert_eq!(granted.lease.unwrap().held_bytes, 130 * MIB);
-    assert!(next().await.starts_with("come down to 90 MiB within "));
+    assert!(next().await.starts_with("shrink to 90 MiB within "));
     let down = next().await;
-    assert!(down.starts_with("down to "), "{down}");
+    assert!(down.starts_with("shrunk to "), "{down}");
     assert_eq!(next().await.split(" as ").next(), Some("holds 90 MiB"));
 
     let pid = holder.id().unwrap();
@@ -95,7 +95,7 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
     daemon.kill();
     assert_eq!(
         next().await,
-        "over: the supervisor is away, and the term of 2 s ends"
+        "over: the supervisor is unreachable, and the term of 2 s expires"
     );
     assert_eq!(holder.wait().await.unwrap().code(), Some(4));
     // On kernels that list children, check that the program has ended too.
@@ -153,7 +153,7 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
     ]);
     assert_eq!(output.status.code(), Some(7), "{}", said(&output));
     assert!(
-        said(&output).contains("the lease goes on with 1 of its processes"),
+        said(&output).contains("the lease continues for 1 of its processes"),
         "{}",
         said(&output)
     );

@@ -383,7 +383,7 @@ impl Installation {
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(
             text.lines()
-                .all(|line| line.ends_with("the same decisions")),
+                .all(|line| line.ends_with("identical decisions")),
             "{text}"
         );
         text

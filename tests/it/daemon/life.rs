@@ -256,7 +256,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
         eventually("it ends", || !runs(pid)).await;
         let complaint = || std::fs::read_to_string(complaints.path()).unwrap();
         eventually("it is reported", || {
-            complaint().contains("the supervisor has gone")
+            complaint().contains("the supervisor stopped")
         })
         .await;
         assert!(
@@ -267,7 +267,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
         // The next daemon continues in the same output.
         drop(daemon);
         let daemon = installation.start().await;
-        eventually("it goes on", || complaint().contains("connected again")).await;
+        eventually("it goes on", || complaint().contains("reconnected")).await;
         installation.tell(&["drain"]);
         eventually("what happens next is reported", || text().contains("drain")).await;
         assert!(
@@ -629,7 +629,7 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
     std::fs::write(&before, old).unwrap();
     let refused = installation.run(&["plot", &before.display().to_string(), "--since", "1h"]);
     assert!(
-        said(&refused).contains("nothing happened since then"),
+        said(&refused).contains("no events in this period"),
         "{}",
         said(&refused)
     );

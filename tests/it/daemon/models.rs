@@ -370,7 +370,7 @@ async fn a_model_that_is_cut_while_it_answers_fails_permanently_and_comes_back_w
     assert!(
         words
             .join(" ")
-            .contains("not tried again before that has changed"),
+            .contains("no retry until that changes"),
         "{shown}"
     );
     put_in_place(&path);

@@ -163,7 +163,7 @@ impl Bench<'_> {
             let bell = order.ring_within(turn, FEW_LAYERS)?;
             let logits = self.pass(&prompt, &mut order)?;
             if logits[..] != expected[..] {
-                return Err("a shed in the middle of a prompt has changed the logits".to_owned());
+                return Err("a shed during a prompt changed the logits".to_owned());
             }
             bell.join().ok();
             order.forget();

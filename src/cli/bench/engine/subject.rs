@@ -92,7 +92,7 @@ impl<'settings> Bench<'settings> {
         self.memory();
         if self.settings.peer.is_none() {
             self.notes
-                .push("no peer was given (--peer), so there are no ratios".to_owned());
+                .push("no ratios: they need a peer (--peer)".to_owned());
         }
         Ok(())
     }
