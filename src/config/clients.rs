@@ -119,7 +119,7 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
                 .insert(text.clone(), index)
                 .filter(|_| !text.is_empty())
             {
-                let message = format!("is that of clients[{first}] too");
+                let message = format!("duplicates that of clients[{first}]");
                 checker.fault(&at(what), message, Some("give each its own"));
             }
         }
@@ -229,8 +229,8 @@ mod tests {
         )
         .unwrap_err();
         for fault in [
-            "3:10: clients[1].name: is that of clients[0] too",
-            "clients[1].key: is that of clients[0] too",
+            "3:10: clients[1].name: duplicates that of clients[0]",
+            "clients[1].key: duplicates that of clients[0]",
             "clients[2].name: `B` is not a name",
             "clients[2].key: is not 16 to 256",
             "clients[3].name: is required",

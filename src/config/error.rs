@@ -92,7 +92,7 @@ impl LoadErrorKind {
                     .to_owned(),
             ],
             Self::Io(_) => Vec::new(),
-            Self::Keys(_) => vec![format!("{KEYS_HINT}; `http.keys_file: none` is for none")],
+            Self::Keys(_) => vec![format!("{KEYS_HINT}; `http.keys_file: none` disables keys")],
             Self::Exposed(_) => vec!["it must belong to the supervisor's user or root: `chmod 600 FILE`".to_owned()],
             Self::Empty(write) => vec![(*write).to_owned()],
             Self::TooLong => vec!["is this the right file?".to_owned()],
@@ -205,7 +205,7 @@ pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let (mode, owner) = (found.mode() & 0o7777, found.uid());
     if mode & 0o077 != 0 {
         return Err(LoadErrorKind::Exposed(format!(
-            "others than its owner may use it (mode {mode:04o})"
+            "users other than its owner have access (mode {mode:04o})"
         )));
     }
     if ![0, nix::unistd::geteuid().as_raw()].contains(&owner) {

@@ -131,7 +131,7 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         checker.fault(
             at,
             format!("has {} ids, at most {IDS_MAX} are read", raw.len()),
-            Some("put the users into one group, and name that"),
+            Some("add the users to one group, and list that"),
         );
     }
     let ids = raw.iter().take(IDS_MAX).enumerate();

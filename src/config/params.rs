@@ -17,9 +17,9 @@ impl Config {
     pub fn params(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
         if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
             let hint = match machine.limited_by {
-                None => "leave `budget.total` out, so that it is what the machine has, or lower it",
+                None => "omit `budget.total` to use the machine's memory, or lower it",
                 Some(_) => {
-                    "leave `budget.total` out, so that it follows the limit; or lower it, or raise the limit"
+                    "omit `budget.total` to follow the limit, lower it, or raise the limit"
                 }
             };
             let problem = format!("`{total}` is above the {machine}");

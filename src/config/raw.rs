@@ -410,7 +410,7 @@ const EXPLAINED: [(&str, &str, &str); 8] = [
     ),
     (
         "unknown anchor",
-        "`*` refers to an anchor that is not there",
+        "`*` refers to an undefined anchor",
         "quote values that begin with `*` or `&`",
     ),
 ];

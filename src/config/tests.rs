@@ -157,7 +157,7 @@ fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
     }
     let reported = report("http: {models: {gpt-4o: nothing}}\n");
     assert!(
-        reported.contains("`gpt-4o: nothing` stands for a model that is not configured"),
+        reported.contains("`gpt-4o: nothing` refers to a model that is not configured"),
         "{reported}"
     );
 }

@@ -154,9 +154,9 @@ fn unknown_models(config: &Config) -> Vec<Fault> {
         .collect();
     let faults = config.http.models.iter().filter_map(|(alias, model)| {
         let problem = if alias.is_empty() || known.contains(&alias.as_str()) {
-            "has a name of its own that is empty or that of a model"
+            "has an alias that is empty or the name of a model"
         } else if !known.contains(&model.as_str()) {
-            "stands for a model that is not configured"
+            "refers to a model that is not configured"
         } else {
             return None;
         };
@@ -315,7 +315,7 @@ impl Checker {
         self.require(
             "llm.path",
             &raw.path,
-            "write `llm.path: /path/to/model.gguf`, or no `llm` at all",
+            "write `llm.path: /path/to/model.gguf`, or remove `llm`",
         );
         let path = self.directory("llm.path", &raw.path);
         let name = match &raw.name.0 {
@@ -354,7 +354,7 @@ impl Checker {
             self.fault(
                 "llm.kv_type_least",
                 format!("`{least}` is larger than `llm.kv_type`, {kv_type}"),
-                Some("leave `llm.kv_type_least` out, or make it `q8` or `q4`"),
+                Some("omit `llm.kv_type_least`, or set it to `q8` or `q4`"),
             );
         }
         let prefill_chunk = Tokens::new(

@@ -41,7 +41,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
     if RESERVED.contains(&name.as_str()) {
         checker.fault(
             &key("name"),
-            format!("`{name}` is the supervisor's own"),
+            format!("`{name}` is reserved by the supervisor"),
             Some("choose another name"),
         );
     }
@@ -88,11 +88,11 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
     if role != WorkerRole::Other && role != fitting {
         let (message, hint) = match fitting {
             WorkerRole::Tts => (
-                "`piper-http` only speaks",
+                "`piper-http` is a protocol for TTS only",
                 "write `role: tts`, or another protocol",
             ),
             _ => (
-                "`whisper-server` only hears",
+                "`whisper-server` is a protocol for ASR only",
                 "write `role: asr`, or another protocol",
             ),
         };
@@ -160,7 +160,7 @@ fn model(
     if raw.model.0.is_some() && protocol != WorkerProtocol::OpenaiHttp {
         checker.fault(
             &key,
-            "only `openai-http` asks for a model",
+            "only `openai-http` requests name a model",
             Some("remove it, or write `protocol: openai-http`"),
         );
     }
@@ -190,8 +190,8 @@ fn endpoint(
     if raw.socket.0.is_some() && raw.port.0.is_some() {
         checker.fault(
             &port_key,
-            "there is a `socket` and a `port`",
-            Some("keep one: a worker listens in one place"),
+            "both `socket` and `port` are set",
+            Some("remove one: a worker listens on one address"),
         );
         return Listen::Nowhere;
     }
@@ -199,7 +199,7 @@ fn endpoint(
         if protocol.is_http() {
             checker.fault(
                 &socket_key,
-                "a worker that speaks HTTP is reached by a port",
+                "an HTTP worker needs a port",
                 Some("write `port: auto`"),
             );
         }
@@ -269,7 +269,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
                 };
                 checker.fault(
                     &path,
-                    format!("`${{{placeholder}}}` stands for nothing"),
+                    format!("`${{{placeholder}}}` is not a placeholder"),
                     Some(&hint),
                 );
             }
@@ -289,7 +289,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
     if *endpoint == Listen::FreePort && !mentioned.contains("PORT") && !raw.argv.is_empty() {
         checker.fault(
             &key,
-            "the worker does not get its port",
+            "the worker does not receive its port",
             Some("pass `${PORT}` in `argv` or `env`, or write the number as `port`"),
         );
     }
@@ -359,7 +359,7 @@ fn ready(
     if kind == Kind::Describe && protocol != WorkerProtocol::Wyoming {
         checker.fault(
             &kind_key,
-            "`describe` is asked of Wyoming workers only",
+            "only Wyoming workers support `describe`",
             Some("write `protocol: wyoming`"),
         );
     }
@@ -434,7 +434,7 @@ fn ready(
             if raw.text.0.is_some() {
                 checker.fault(
                     &key,
-                    "there is a `text` and a `pattern`",
+                    "both `text` and `pattern` are set",
                     Some("keep one of the two"),
                 );
             }
@@ -488,7 +488,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         if !name.is_empty() && variants.iter().any(|other| other.name == name) {
             checker.fault(
                 &name_key,
-                format!("`{name}` is there twice"),
+                format!("`{name}` is listed twice"),
                 Some("give each variant its own name"),
             );
         }
@@ -503,7 +503,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
             if text.0.is_some() {
                 checker.fault(
                     key,
-                    "there are variants with sizes of their own",
+                    "the variants have their own sizes",
                     Some("keep one of the two"),
                 );
             }
@@ -586,7 +586,7 @@ fn pressure(
             checker.fault(
                 &key,
                 format!("{least} is not below `memory.steady`, {steady}"),
-                Some("write what is left when it has given back what it can spare"),
+                Some("write its size after it has released all spare memory"),
             );
         }
     }
@@ -603,7 +603,7 @@ fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> B
         checker.fault(
             at,
             format!("{peak} is below {steady}, what the worker holds at rest"),
-            Some("`peak` counts everything, also what is held at rest"),
+            Some("`peak` includes the memory held at rest"),
         );
     }
     peak

@@ -87,7 +87,7 @@ impl PassedSockets {
             }
             Err(error) => passed
                 .faults
-                .push(format!("no socket of systemd's is served: {error}")),
+                .push(format!("no socket from systemd is served: {error}")),
         }
         passed
     }
@@ -157,7 +157,7 @@ impl PassedListener {
             || !getsockopt(&fd, sockopt::AcceptConn).map_err(system)?
         {
             return Err(
-                "it takes no connections; it needs `ListenStream=` and `Accept=no`".to_owned(),
+                "it does not accept connections; it needs `ListenStream=` and `Accept=no`".to_owned(),
             );
         }
         let family = getsockname::<SockaddrStorage>(fd.as_raw_fd())

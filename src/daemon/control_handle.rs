@@ -420,7 +420,7 @@ fn next_shed_in_words(next: &NextShed) -> String {
     let (below, now) = (next.below, next.headroom);
     let when = format!("with headroom below {below} (now {now})");
     if next.chosen.is_empty() {
-        return format!("nothing that may be shed, {when}");
+        return format!("nothing to shed, {when}");
     }
     let given = |Chosen { source, bytes }: &Chosen| format!("{source} ({bytes})");
     let given: Vec<String> = next.chosen.iter().map(given).collect();
@@ -450,7 +450,7 @@ mod tests {
         next.chosen.clear();
         assert_eq!(
             next_shed_in_words(&next),
-            "nothing that may be shed, with headroom below 52 MiB (now 268 MiB)"
+            "nothing to shed, with headroom below 52 MiB (now 268 MiB)"
         );
     }
 }

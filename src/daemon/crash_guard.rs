@@ -122,7 +122,7 @@ impl CrashGuard {
             .and_then(|text| fs::write(&new, text))
             .and_then(|()| fs::rename(&new, &self.file));
         if let Err(error) = written {
-            tracing::warn!(file = %self.file.display(), %error, "cannot keep count of crashes");
+            tracing::warn!(file = %self.file.display(), %error, "cannot store the crash count");
         }
     }
 }

@@ -106,7 +106,7 @@ impl Inspector {
             if !unused.is_empty() {
                 tracing::info!(
                     unused = unused.join(", "),
-                    "parts that are not used stay in the model's file"
+                    "unused tensors are not loaded"
                 );
             }
             if let Some(written) = without_template {
@@ -180,7 +180,7 @@ impl Inspector {
                     continue;
                 }
                 Err(panicked) => {
-                    let reason = format!("reading the model's header broke down: {panicked}");
+                    let reason = format!("reading the model's header panicked: {panicked}");
                     failed(reason, None, Cure::Reload, None)
                 }
             };
@@ -351,7 +351,7 @@ impl EngineDriver {
         while !self.engine.has_ended() {
             if tokio::time::Instant::now() > end {
                 tracing::warn!(
-                    "the engine has not stopped within {patience:?}; leaving without it"
+                    "the engine did not stop within {patience:?}; exiting without it"
                 );
                 return;
             }
@@ -626,7 +626,7 @@ async fn forward(
                 breakdown,
                 message,
             } => {
-                tracing::warn!("the engine holds less than it was asked to: {message}");
+                tracing::warn!("the engine holds less than requested: {message}");
                 Event::EngineApplied(EngineApplied {
                     revision: last,
                     freed: Bytes::ZERO,

@@ -64,7 +64,7 @@ pub enum RunError {
     #[error("cannot use the settings")]
     Params(#[from] ParamsError),
     /// A critical task has ended.
-    #[error("cannot go on: {what}")]
+    #[error("cannot continue: {what}")]
     Lost {
         /// Description: `sampling has ended`.
         what: String,
@@ -103,14 +103,14 @@ pub enum RunError {
         source: io::Error,
     },
     /// The state for the next run cannot be written.
-    #[error("cannot keep the book of this run")]
+    #[error("cannot write the ledger of this run")]
     Book {
         /// The cause.
         #[source]
         source: BookError,
     },
     /// The journal cannot be written.
-    #[error("cannot keep the journal")]
+    #[error("cannot write the journal")]
     Journal {
         /// The cause.
         #[source]
@@ -157,7 +157,7 @@ impl RunError {
                 if matches!(source.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists) =>
             {
                 Some(format!(
-                    "a file is in its place, or in that of a folder around it: remove it, or set another folder than {}",
+                    "a file exists at this path or at that of a parent folder: remove it, or set a folder other than {}",
                     path.display()
                 ))
             }
@@ -171,14 +171,14 @@ impl RunError {
                     .into(),
             ),
             Self::Listen { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {
-                Some("another program uses it (`ss -ltnp` names it); end that, or write another address".into())
+                Some("the address is in use (`ss -ltnp` names the program): stop that program, or set another address".into())
             }
             Self::Listen { .. } => Some("write an address of this machine that this user may listen on".into()),
             Self::Socket { source } => Some(source.hint().to_owned()),
             Self::Running { pid, .. } => Some(match unit_of(*pid) {
                 Some(unit) => format!(
-                    "it is `{unit}` of systemd: `systemctl reload {unit}` has it read its configuration again, `systemctl stop \
-                     {unit}` ends it; to run another one, set `runtime_dir` to another folder"
+                    "it is `{unit}` of systemd: `systemctl reload {unit}` reloads its configuration, `systemctl stop {unit}` \
+                     stops it; to run another one, set `runtime_dir` to another folder"
                 ),
                 None => format!(
                     "`cotenant status` shows it; stop it (kill {pid}), or set `runtime_dir` to another folder"
@@ -191,11 +191,11 @@ impl RunError {
                 Some("stop the other supervisor, or set `runtime_dir` to another folder".into())
             }
             Self::Place { path, .. } => Some(format!(
-                "remove what is in the place of {}, or set `runtime_dir` to another folder",
+                "remove the file at {}, or set `runtime_dir` to another folder",
                 path.display()
             )),
             Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
-            Self::Lost { .. } => Some("see its log; a new start begins from a clean state".into()),
+            Self::Lost { .. } => Some("see its log; a restart begins from a clean state".into()),
             Self::Private(error) => error.kind().hints().into_iter().next(),
             Self::Remote {
                 source: RemoteError::Certificates(_),
@@ -302,7 +302,7 @@ mod tests {
             path: PathBuf::from("/run/cotenant"),
             source: io::ErrorKind::AlreadyExists.into(),
         };
-        assert!(folder.hint().unwrap().contains("a file is in its place"));
+        assert!(folder.hint().unwrap().contains("a file exists at this path"));
     }
 
     #[test]

@@ -123,8 +123,8 @@ impl Handoff {
             FoundBook::Whole(_) | FoundBook::Nothing => {}
             FoundBook::Damaged(kept) => {
                 tracing::warn!(
-                    hint = "tenants ask again by themselves; until then their memory counts as unaccounted",
-                    "the leases of the run before are lost: its book is damaged, and kept as `{}`",
+                    hint = "tenants request leases again automatically; until then their memory is unaccounted",
+                    "lost the leases of the previous run: its ledger is damaged, and kept as `{}`",
                     kept.display()
                 );
                 inheritance.lost = Some(kept.to_string_lossy().into_owned());
@@ -200,7 +200,7 @@ impl Inheritance {
                     lease = lease.id.0,
                     tenant = lease.request.tenant,
                     pid,
-                    "a lease is not taken over: its holder is gone, its memory with it"
+                    "lease not taken over: its holder has ended, its memory is free"
                 );
                 return false;
             };
@@ -213,12 +213,12 @@ impl Inheritance {
         if found.closed {
             tracing::info!(
                 leases = book.leases.len(),
-                "the run before has ended in order"
+                "the previous run ended cleanly"
             );
         } else {
             tracing::warn!(
                 leases = book.leases.len(),
-                "the run before was ended without warning; taking over what it has left"
+                "the previous run was killed; taking over its workers and leases"
             );
         }
         self.boot_ids = found.boot_ids;

@@ -152,7 +152,7 @@ async fn examine(
         tokio::time::sleep(pause).await;
     }
     Some(format!(
-        "{late}, and {QUESTIONS} questions after it went unanswered ({last})"
+        "{late}, and {QUESTIONS} later probes timed out ({last})"
     ))
 }
 

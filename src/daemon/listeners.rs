@@ -131,7 +131,7 @@ impl Bound {
             } else {
                 "the network of this address"
             };
-            tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or keep others out");
+            tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or restrict access");
         }
         let is_ours =
             |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));

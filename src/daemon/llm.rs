@@ -448,7 +448,7 @@ impl Llm {
             E::Form { message } => invalid(
                 "response_format",
                 "",
-                format!("the form that it asks for cannot be followed any further: {message}"),
+                format!("the requested format cannot be continued: {message}"),
             ),
             E::Stopping => draining("finish the answer"),
             // Only gRPC sets a deadline, and reports it itself.

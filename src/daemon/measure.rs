@@ -118,7 +118,7 @@ impl Measurer {
             if let Ok(Err(error)) = emptied
                 && !shared.pool_refused.swap(true, Ordering::Relaxed)
             {
-                tracing::warn!(%error, "the page pool of the GPU cannot be emptied; programs of the processor wait for it");
+                tracing::warn!(%error, "cannot empty the GPU's page pool; allocations of the CPU wait for it");
             }
         });
     }

@@ -39,7 +39,7 @@ impl Parts {
         let parts = self.clone();
         self.runtime.spawn(async move {
             if AssertUnwindSafe(task).catch_unwind().await.is_err() {
-                parts.report(format!("{name} broke down"));
+                parts.report(format!("{name} panicked"));
             }
         })
     }
@@ -76,7 +76,7 @@ mod tests {
             .spawn("a bridge", async { panic!("as planted") })
             .await
             .unwrap();
-        assert_eq!(losses.recv().await.unwrap(), "a bridge broke down");
+        assert_eq!(losses.recv().await.unwrap(), "a bridge panicked");
         parts.spawn_permanent("sampling", async {});
         assert_eq!(losses.recv().await.unwrap(), "sampling has ended");
     }

@@ -32,7 +32,7 @@ const VERSION: u32 = 1;
 
 /// Reason why the peaks of earlier runs are unknown.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot use the learned peaks in `{path}`, so that the configuration counts")]
+#[error("cannot use the learned peaks in `{path}`; using those of the configuration")]
 pub struct PeaksError {
     path: PathBuf,
     #[source]
@@ -47,7 +47,7 @@ enum PeaksErrorKind {
     TooLong,
     #[error(transparent)]
     Parse(#[from] serde_json::Error),
-    #[error("it is of version {0}, and {VERSION} is understood")]
+    #[error("it has version {0}, supported is {VERSION}")]
     Version(u32),
 }
 
@@ -126,7 +126,7 @@ impl PeakStore {
                 let shown = path.display().to_string();
                 let written = blocking(move || write(&path, &peaks)).await;
                 if let Err(error) = written.map_err(io::Error::other).flatten() {
-                    tracing::warn!(path = shown, %error, "cannot keep what was learned of peaks; it is tried again with the next");
+                    tracing::warn!(path = shown, %error, "cannot store the learned peaks; retrying with the next change");
                 }
             }
         });

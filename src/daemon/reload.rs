@@ -105,10 +105,10 @@ impl Reloader {
             let outcome = self.reload().await;
             notify::ready();
             match &outcome {
-                Ok(changes) => tracing::info!("configuration read again: {changes}"),
+                Ok(changes) => tracing::info!("configuration reloaded: {changes}"),
                 Err(error) => {
                     let cause = in_one_line(error);
-                    tracing::error!("configuration not reloaded, nothing is changed: {cause}");
+                    tracing::error!("configuration not reloaded, nothing changed: {cause}");
                     // The arbiter's denials are already in the journal.
                     if !matches!(error, ReloadError::Denied(_)) {
                         self.control.tell(Event::ReloadRefused { cause }).await;

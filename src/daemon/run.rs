@@ -426,7 +426,7 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
     let mut survivors = survivors(&roots, &workers.specs());
     inheritance.note_readiness(&mut survivors);
     for orphan in end_orphans(&roots, workers.groups(), Some(workers.place()), &survivors).await {
-        tracing::warn!(?orphan, "ended a process of a supervisor that is gone");
+        tracing::warn!(?orphan, "ended a leftover process of an earlier supervisor");
     }
     let adopted = workers.adopt(survivors).await;
     let pids = adopted.iter().map(|worker| worker.pid).collect();

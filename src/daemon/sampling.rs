@@ -155,5 +155,5 @@ const READING_MAX: Duration = Duration::from_secs(2);
 
 /// Logs a failed reading, unless it was cancelled because the daemon ends.
 fn tell_broken(broken: &NotDone) {
-    tracing::error!(%broken, "sampling has broken down");
+    tracing::error!(%broken, "sampling panicked");
 }

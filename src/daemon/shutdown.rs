@@ -48,9 +48,9 @@ pub(super) async fn run_to_the_end(
         () = drained => {}
         () = control_loop.run(&mut inbox) => {}
         () = tokio::time::sleep(DRAIN_MAX) => {
-            tracing::warn!("requests in flight have not ended within {DRAIN_MAX:?}; ending them");
+            tracing::warn!("requests in flight did not finish within {DRAIN_MAX:?}; aborting them");
         }
-        signal = signals.next(&control) => tracing::warn!(signal, "ending at once"),
+        signal = signals.next(&control) => tracing::warn!(signal, "stopping without waiting for requests"),
     }
     // Tasks that wait for space in the inbox must not block on an ended loop.
     drop(inbox);

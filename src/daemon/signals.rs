@@ -30,7 +30,7 @@ impl Signals {
             tokio::select! {
                 _ = self.hangup.recv() => match control.reload() {
                     Ok(_outcome_is_logged) => {}
-                    Err(error) => tracing::warn!(%error, "SIGHUP: the configuration is not read again"),
+                    Err(error) => tracing::warn!(%error, "SIGHUP: cannot reload the configuration"),
                 },
                 _ = self.terminate.recv() => return "SIGTERM",
                 _ = self.interrupt.recv() => return "SIGINT",

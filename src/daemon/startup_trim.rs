@@ -50,7 +50,7 @@ pub(super) fn drop_program() {
             dropped
         };
         if let Err(error) = dropped {
-            tracing::debug!(%error, "the program stays in memory");
+            tracing::debug!(%error, "cannot release the program's start-up pages");
         }
     }
 }

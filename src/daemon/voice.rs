@@ -297,7 +297,7 @@ fn look(state: &Snapshot, speaker: &Speaker, is_stage: bool, act: &str) -> Look 
         }
         (snapshot::WorkerState::AwaitingMemory, _) => Look::Wait("waiting for memory"),
         (snapshot::WorkerState::BackingOff, _) => {
-            Look::Wait("waiting to be started again after it failed")
+            Look::Wait("waiting for its restart after a failure")
         }
         (snapshot::WorkerState::Starting, _) => Look::Wait("starting"),
         (snapshot::WorkerState::Stopping, _) => Look::Wait("stopping"),
@@ -346,7 +346,7 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
             code: Some(code),
             ..
         } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => {
-            invalid(field, worker, format!("does not take it: {text}"))
+            invalid(field, worker, format!("rejected the request: {text}"))
         }
         error => lost(worker)(error),
     }
@@ -373,7 +373,7 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
         return Ok(());
     }
     let known = known.join(", ");
-    let problem = format!("is not one of those that the recogniser knows: {known}");
+    let problem = format!("is not a language of the recogniser: {known}");
     Err(invalid("language", wanted, problem))
 }
 
@@ -709,7 +709,7 @@ mod tests {
         let refusal = check_language("de", &["en", "en-US"]).unwrap_err();
         assert_eq!(
             refusal.to_string(),
-            "language: `de` is not one of those that the recogniser knows: en, en-US"
+            "language: `de` is not a language of the recogniser: en, en-US"
         );
     }
 }

@@ -104,19 +104,19 @@ impl Shared {
             match reaction {
                 Reaction::None => {}
                 Reaction::Resumed => {
-                    say("cotenant: the control loop runs again; it decides what grows back\n");
+                    say("cotenant: the control loop runs again, and decides on regrowth\n");
                 }
                 Reaction::Shed => {
                     let shed = emergency::within(|| self.shed());
                     say(if shed {
                         "cotenant: the control loop has not run for 1.75 s: the engine sheds to its floor\n"
                     } else {
-                        "cotenant: the control loop has not run for 1.75 s: there is no engine to shed\n"
+                        "cotenant: the control loop has not run for 1.75 s: no engine to shed\n"
                     });
                 }
                 Reaction::End => {
                     say(
-                        "cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n",
+                        "cotenant: the control loop has not run for 5 s: exiting with code 70 for a restart\n",
                     );
                     // No unwinding: the hung thread may hold any lock.
                     // SAFETY: `_exit` takes a number and does not return.

@@ -163,7 +163,7 @@ impl Workers {
                     tracing::info!(
                         worker,
                         pid,
-                        "worker has outlived its supervisor and is taken over"
+                        "worker of an earlier supervisor taken over"
                     );
                     adopted.push(AdoptedWorker {
                         worker,
@@ -235,7 +235,7 @@ impl Workers {
         match self.orders.get(name).map(|orders| orders.try_send(order)) {
             Some(Ok(())) => {}
             Some(Err(error)) => {
-                tracing::error!(worker = name, %error, "a worker cannot be ordered");
+                tracing::error!(worker = name, %error, "cannot send a command to a worker");
             }
             None => tracing::error!(worker = name, "there is no worker of this name"),
         }
@@ -272,7 +272,7 @@ impl Workers {
         let stops = self.handles.values().map(|worker| {
             worker.stop_because(
                 Some(grace.min(worker.spec().stop_grace)),
-                "the supervisor ends",
+                "the supervisor is stopping",
             )
         });
         futures_util::future::join_all(stops).await;
@@ -396,7 +396,7 @@ async fn forward(
                 note(&worker, end_of(&exit));
                 let cause = match exit.intended_by_us {
                     Some(Intent::NotReady) => {
-                        format!("{exit}; see its output, or allow more with `ready.timeout`")
+                        format!("{exit}; see its output, or raise `ready.timeout`")
                     }
                     _ => exit.sentence,
                 };

@@ -411,7 +411,7 @@ mod tests {
                 .doubt()
         };
         assert_eq!(of(140), None);
-        assert!(of(250).is_some_and(|doubt| doubt.contains("differed by 150 %")));
+        assert!(of(250).is_some_and(|doubt| doubt.contains("differ by 150 %")));
     }
 
     #[test]

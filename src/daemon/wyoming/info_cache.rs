@@ -127,7 +127,7 @@ impl InfoCache {
             fs::rename(&fresh, file)
         });
         if let Err(error) = written.await.map_err(io::Error::other).flatten() {
-            tracing::warn!(path = %path.display(), %error, "cannot keep what the workers say about themselves");
+            tracing::warn!(path = %path.display(), %error, "cannot store the descriptions of the workers");
         }
     }
 }
@@ -210,7 +210,7 @@ fn read(path: &Path) -> Known {
         Ok(known) => known,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Known::new(),
         Err(error) => {
-            tracing::warn!(path = %path.display(), %error, "cannot read what the workers said about themselves");
+            tracing::warn!(path = %path.display(), %error, "cannot read the stored descriptions of the workers");
             Known::new()
         }
     }

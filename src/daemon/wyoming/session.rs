@@ -81,7 +81,7 @@ impl Job {
             Ok(done) => done,
             Err(error) => Err(server::Refusal::new(
                 "internal",
-                format!("the answer broke down: {error}"),
+                format!("the answer panicked: {error}"),
             )
             .into()),
         }
@@ -219,8 +219,8 @@ impl Connection {
             server::Refusal::new(
                 BAD_REQUEST,
                 format!(
-                    "cannot run a pipeline from `{}` to `{}`: it begins with `asr`, `handle` or `tts`, and ends with \
-                     one of them that is not before that",
+                    "cannot run a pipeline from `{}` to `{}`: start and end must be `asr`, `handle` or `tts`, in this \
+                     order",
                     wanted.start_stage.escape_debug(),
                     wanted.end_stage.escape_debug()
                 ),
@@ -265,7 +265,7 @@ impl Connection {
             return match &speaker {
                 Some(speaker) if known.is_empty() => Err(unknown_speaker(
                     speaker,
-                    &format!("the voice `{name}` is of one person"),
+                    &format!("the voice `{name}` has one speaker"),
                 )),
                 Some(speaker) if !known.contains(&speaker.as_str()) => {
                     let shown = known
@@ -274,7 +274,7 @@ impl Connection {
                         .map(|known| format!("`{known}`"));
                     let shown = shown.collect::<Vec<_>>().join(", ");
                     let count = known.len();
-                    let known = format!("the voice `{name}` knows {count} people: {shown}");
+                    let known = format!("the voice `{name}` has {count} speakers: {shown}");
                     Err(unknown_speaker(speaker, &known))
                 }
                 _ => Ok(choice(Some(voice))),
@@ -284,7 +284,7 @@ impl Connection {
             // Without a voice, select the first one with this speaker.
             voices.retain(|voice| voice.speakers.iter().any(|known| known.name == *speaker));
             if voices.is_empty() {
-                return Err(unknown_speaker(speaker, "no voice here knows it"));
+                return Err(unknown_speaker(speaker, "no installed voice has it"));
             }
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
@@ -299,7 +299,7 @@ impl Connection {
             None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(choice(None)),
             None => {
                 let shown: String = language.chars().take(SHOWN_MAX).collect();
-                let problem = "is not one that a voice here speaks";
+                let problem = "is not a language of an installed voice";
                 Err(error_of(&invalid("voice.language", shown, problem)).into())
             }
         }

@@ -209,7 +209,7 @@ async fn a_voice_is_found_by_name_alias_or_language_and_an_unknown_name_is_spoke
     );
     for (voice, expected) in [(
         spoken_in("fi"),
-        "voice.language: `fi` is not one that a voice here speaks",
+        "voice.language: `fi` is not a language of an installed voice",
     )] {
         let mut client = served.connect().await;
         let text = "x".to_owned();

@@ -153,7 +153,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
     );
     let words = installation.tell(&["postmortem", "mouth"]);
     assert!(
-        words.contains("3 questions after it went unanswered"),
+        words.contains("3 later probes timed out"),
         "{words}"
     );
     assert_eq!(daemon.speak("hello").await.status, 200);
@@ -356,14 +356,14 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     for (voice, problem) in [
         (
             speaker(Some("choir"), "tenor"),
-            "the voice `choir` knows 2 people: `alto`, `bass`",
+            "the voice `choir` has 2 speakers: `alto`, `bass`",
         ),
         (
             speaker(Some("solo"), "alto"),
-            "the voice `solo` is of one person",
+            "the voice `solo` has one speaker",
         ),
-        (speaker(None, "tenor"), "no voice here knows it"),
-        (speaker(Some("alloy"), "tenor"), "no voice here knows it"),
+        (speaker(None, "tenor"), "no installed voice has it"),
+        (speaker(Some("alloy"), "tenor"), "no installed voice has it"),
     ] {
         let mut client = Client::connect(&installation).await;
         client.say(speaks("hello", voice)).await;

@@ -372,7 +372,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "),
         "{words}"
     );
-    let refusal = "configuration not reloaded, nothing is changed";
+    let refusal = "configuration not reloaded, nothing changed";
     eventually("the refusal is logged, and an event", || {
         installation.log().contains(refusal) && installation.events().contains(refusal)
     })
