@@ -95,7 +95,7 @@ pub enum Refusal {
         retry_after: Duration,
     },
     /// The LLM failed permanently: only a change of its file, the settings or the machine can restore it.
-    #[error("the LLM has failed and is not loaded again by itself: {failure}")]
+    #[error("the LLM failed, and is not reloaded automatically: {failure}")]
     ModelFailed { failure: String },
     /// A worker died, hung, or replied with nonsense during the request.
     #[error("worker `{worker}` failed: {reason}")]
@@ -183,7 +183,7 @@ impl Refusal {
     pub const fn hint(&self) -> Option<&'static str> {
         Some(match self {
             Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
-                "try again after the stated time; `cotenant status` shows who holds what"
+                "try again after the stated time; `cotenant status` shows the holders"
             }
             Self::ContextLengthExceeded { .. } => {
                 "shorten the prompt, or raise the context in the configuration"
@@ -194,7 +194,7 @@ impl Refusal {
             Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the stated time",
             Self::QuotaExceeded { .. } => "try again with fewer requests at once",
             Self::Draining { .. } => {
-                "try again later: an operator ends it by `cotenant drain --off`, or a restart does"
+                "try again later: `cotenant drain --off` or a restart ends the drain"
             }
             Self::EngineLost { .. } | Self::WorkerLost { .. } => {
                 "try again after the stated time; `cotenant events` shows what happened"
@@ -206,7 +206,7 @@ impl Refusal {
                 "allow a longer read timeout, or try again when pressure has fallen"
             }
             Self::NotConfigured { .. } => "add it to the configuration",
-            Self::Stopped { .. } => "an operator starts it by `cotenant start`",
+            Self::Stopped { .. } => "`cotenant start` starts it",
             // The failure names its remedy.
             Self::ModelFailed { .. } | Self::Invalid { .. } | Self::UnknownModel { .. } => {
                 return None;

@@ -48,7 +48,7 @@ pub enum SchemaError {
         keyword: &'static str,
     },
     /// A reference that only leads to itself.
-    #[error("the reference `{reference}` leads to nothing but itself")]
+    #[error("the reference `{reference}` is circular")]
     Loop {
         /// The reference.
         reference: String,
@@ -631,7 +631,7 @@ fn count(map: &Map<String, Value>, keyword: &str) -> Option<u64> {
 const fn name_of(value: &Value) -> &'static str {
     match value {
         Value::Array(_) => "a list",
-        Value::Bool(_) => "a truth value",
+        Value::Bool(_) => "a boolean",
         Value::Null => "null",
         Value::Number(_) => "a number",
         Value::Object(_) => "an object",
@@ -827,11 +827,11 @@ mod tests {
             (json!({"items": [[1]]}), "it is a list, not an object"),
             (
                 json!({"$ref": "#"}),
-                "the reference `#` leads to nothing but itself",
+                "the reference `#` is circular",
             ),
             (
                 json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "null"}),
-                "the reference `#/$defs/b` leads to nothing but itself",
+                "the reference `#/$defs/b` is circular",
             ),
             (
                 json!({"$dynamicRef": "#a"}),

@@ -171,12 +171,12 @@ impl Access {
             None => {
                 let (what, hint) = if sent.is_some() {
                     (
-                        "the API key is not known",
-                        "`http.keys_file` lists the keys that are",
+                        "unknown API key",
+                        "use a key of `http.keys_file`",
                     )
                 } else {
                     (
-                        "no API key is given",
+                        "missing API key",
                         "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                     )
                 };

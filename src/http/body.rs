@@ -188,7 +188,7 @@ fn too_slow(got: usize, limits: BodyLimits) -> Fault {
         StatusCode::REQUEST_TIMEOUT,
         "request_timeout",
         format!(
-            "cannot read the body: {got} bytes came; the limits are {} ms between two pieces, {} ms for the whole, and \
+            "cannot read the body in time: {got} bytes received; the limits are {} ms between two pieces, {} ms for the whole, and \
              {}/s on average after {} ms",
             limits.idle.as_millis(),
             limits.total.as_millis(),

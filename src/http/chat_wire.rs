@@ -212,14 +212,14 @@ impl Begun {
             return invalid(
                 field,
                 value,
-                "needs words of the assistant as the last message",
+                "needs text of the assistant as the last message",
             );
         }
         match form {
             Some(_) => invalid(
                 field,
                 value,
-                "is not supported together with a form of the answer",
+                "is not supported together with an answer format",
             ),
             None => Ok(true),
         }

@@ -108,7 +108,7 @@ const ONE_ANSWER: &str =
     "is not 1, the limit of answers to a prompt: send a request for each answer";
 
 pub(super) const NO_PROBABILITIES: &str =
-    "is not supported: probabilities are not kept (hint: leave it out)";
+    "is not supported: token probabilities are not returned (hint: omit it)";
 
 /// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
 pub(super) const IGNORED_MAX: usize = 32;

@@ -77,7 +77,7 @@ impl Generation {
 /// The failure of an engine that ends a stream without an end event.
 pub(super) fn ended_silently() -> Refusal {
     Refusal::EngineLost {
-        reason: "it ended the answer without a word".to_owned(),
+        reason: "it ended the answer without a result".to_owned(),
         retry_after: RETRY_AFTER_DEFAULT,
     }
 }

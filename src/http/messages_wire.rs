@@ -148,7 +148,7 @@ impl WireRequest {
         conversation.continues = conversation.ends_with_words_of_the_model();
         if last == Some(Role::Assistant) && !conversation.continues {
             let problem =
-                "is the role of the last message, which has no words that an answer continues";
+                "is the role of the last message, which has no text to continue";
             return invalid("messages", "assistant", problem);
         }
         Ok(conversation)
@@ -267,7 +267,7 @@ impl WireRequest {
         let conversation = self.conversation()?;
         let form = self.form(&conversation.tools)?;
         if conversation.continues && form.is_some() {
-            let problem = "is the role of the last message: an answer that was begun cannot be held to a form";
+            let problem = "is the role of the last message: a continued answer cannot have a format";
             return invalid("messages", "assistant", problem);
         }
         let sampling = SamplingFields {
@@ -542,7 +542,7 @@ mod tests {
         assert!(
             request(&asked)
                 .unwrap_err()
-                .contains("cannot be held to a form")
+                .contains("cannot have a format")
         );
     }
 

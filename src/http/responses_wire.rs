@@ -73,7 +73,7 @@ impl WireRequest {
     /// Refuses fields that would change the answer.
     fn refuse_unsupported(&self) -> Result<(), Fault> {
         let nothing_kept =
-            "is not supported: answers are not kept, so send the whole conversation in `input`";
+            "is not supported: answers are not stored; send the whole conversation in `input`";
         if let Some(id) = &self.previous_response_id {
             return invalid("previous_response_id", id, nothing_kept);
         }
@@ -87,7 +87,7 @@ impl WireRequest {
             return invalid(
                 "prompt",
                 prompt,
-                "is not supported: there are no kept prompts",
+                "is not supported: prompts are not stored",
             );
         }
         refuse_unsupported(&self.unknown)?;

@@ -285,14 +285,14 @@ async fn unknown_route(method: Method, uri: Uri) -> Response {
 /// Endpoints to suggest for an unknown path.
 fn served(path: &str) -> &'static str {
     if path.contains("embed") || path.contains("rerank") {
-        "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
+        "embeddings are not supported; the model answers at /v1/chat/completions and /api/chat"
     } else if matches!(
         path,
         "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete"
     ) {
         "models are files named by `llm.path` in the configuration; `cotenant pull` fetches one"
     } else if path == "/v1" || path == "/v1/" {
-        "Responses come by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
+        "Responses are served by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
     } else if path.starts_with("/api/") {
         "Ollama's API has chat, generate, tags, ps, show and version here"
     } else {

@@ -109,7 +109,7 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
                     limit,
                     ?who,
                     ?short,
-                    "refused a connection: those that it may have are taken"
+                    "refused a connection: the limit is reached"
                 );
                 connections.spawn(refuse_connection(io, short, api.limits().clone()));
             }

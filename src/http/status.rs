@@ -122,7 +122,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
         _ if snapshot.engine.state == EngineState::Loading => fails("loading model"),
         Health::WorkerGivenUp { worker } => (
             StatusCode::OK,
-            format!("degraded: worker `{worker}` is not restarted any more"),
+            format!("degraded: worker `{worker}` is no longer restarted"),
         ),
         Health::RebootAdvised { reason } => {
             (StatusCode::OK, format!("ok, reboot advised: {reason}"))

@@ -140,7 +140,7 @@ pub(super) async fn translations() -> Fault {
     Fault::request(
         StatusCode::NOT_FOUND,
         "not_supported",
-        "translation is not supported (hint: /v1/audio/transcriptions writes the language that is spoken)",
+        "translation is not supported (hint: /v1/audio/transcriptions transcribes in the spoken language)",
     )
 }
 

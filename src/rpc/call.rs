@@ -180,7 +180,7 @@ impl Call {
 pub(super) fn process(pid: Option<u32>) -> String {
     match pid {
         Some(pid) => format!("process {pid}"),
-        None => "a process that the kernel does not name".to_owned(),
+        None => "an unidentified process".to_owned(),
     }
 }
 

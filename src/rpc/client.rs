@@ -45,7 +45,7 @@ impl fmt::Debug for Identification {
 /// The text is not an endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{text}` is no endpoint: write `unix:///run/cotenant/cotenant.sock`, `unix-abstract:cotenant` or `https://HOST:PORT`"
+    "`{text}` is not an endpoint: write `unix:///run/cotenant/cotenant.sock`, `unix-abstract:cotenant` or `https://HOST:PORT`"
 )]
 pub struct EndpointError {
     text: String,
@@ -173,7 +173,7 @@ impl ConnectError {
     pub fn hint(&self) -> &'static str {
         match self.source.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-                "is `cotenant serve` running? Give its socket with --endpoint or COTENANT_ENDPOINT"
+                "is `cotenant serve` running? Name its socket with --endpoint or COTENANT_ENDPOINT"
             }
             io::ErrorKind::PermissionDenied => {
                 "the socket is not open to this user: join its group, or use sudo"
@@ -182,7 +182,7 @@ impl ConnectError {
             _ if matches!(self.endpoint, Endpoint::Tls(..)) => {
                 "check address and port, that --ca is the root of the supervisor's certificate, and that this names the host"
             }
-            _ => "give the socket of the supervisor with --endpoint or COTENANT_ENDPOINT",
+            _ => "name the socket of the supervisor with --endpoint or COTENANT_ENDPOINT",
         }
     }
 }

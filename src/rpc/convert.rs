@@ -416,7 +416,7 @@ pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
         Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => refuse(
             "kind",
             kind.as_str_name(),
-            "is the supervisor's own: ask for LEASE_KIND_TENANT",
+            "is reserved for the supervisor: request LEASE_KIND_TENANT",
         ),
         Err(_) => refuse("kind", &number.to_string(), "is not a known kind"),
     }

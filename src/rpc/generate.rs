@@ -105,7 +105,7 @@ async fn relay(
             Some(GenerateEvent::Failed(error)) => break refused(error),
             None => {
                 break refused(Refusal::EngineLost {
-                    reason: "it ended without a word".to_owned(),
+                    reason: "it ended without a result".to_owned(),
                     retry_after: RETRY_AFTER_DEFAULT,
                 });
             }
@@ -163,7 +163,7 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
                 conversation.messages.into_iter().map(message_of).collect();
             Input::Messages(messages?)
         }
-        None => return convert::refuse("input", "", "is not set: give `conversation` or `prompt`"),
+        None => return convert::refuse("input", "", "is not set: set `conversation` or `prompt`"),
     };
     if request.max_tokens == Some(0) {
         return convert::refuse("max_tokens", "0", "is not above zero");

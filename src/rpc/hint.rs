@@ -24,7 +24,7 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
                 Some(SpareReason::EngineBusy | SpareReason::ComingDown { .. }) => {
                     "try again when `cotenant status` shows no change of the LLM".to_owned()
                 }
-                _ => "stop a worker by `cotenant stop NAME` to get back the memory that it holds"
+                _ => "stop a worker by `cotenant stop NAME` to release its memory"
                     .to_owned(),
             })
         }
@@ -36,19 +36,19 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
         } => {
             let reachable = free.saturating_add(*reclaimable);
             Some(if reachable >= *asked {
-                "let the request wait: what is missing can be reclaimed in time".to_owned()
+                "let the request wait: the missing memory can be reclaimed in time".to_owned()
             } else if reachable > Bytes::ZERO {
-                format!("ask for {reachable} or less, or let the request wait until others release")
+                format!("request {reachable} or less, or let the request wait until others release")
             } else {
                 "let the request wait until others release, or stop one of the holders".to_owned()
             })
         }
         Denial::ExceedsBudget { budget, .. } => Some(format!(
-            "ask for {budget} or less, or raise `budget` in the configuration"
+            "request {budget} or less, or raise `budget` in the configuration"
         )),
         Denial::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
         Denial::QuotaExceeded { .. } => {
-            Some("release leases that are not needed, or raise the limit".to_owned())
+            Some("release unneeded leases, or raise the limit".to_owned())
         }
         Denial::NotGrowing {
             wait: GrowthWait::Headroom { needs, has, .. },
@@ -64,22 +64,22 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
         ),
         Denial::NotGrowing { .. } => None,
         Denial::Replaced { .. } => {
-            Some("read the lease again: the later call has its own answer".to_owned())
+            Some("read the lease again: the later call is answered separately".to_owned())
         }
         Denial::StaleGeneration { .. } => {
-            Some("read the lease again, and use what it says".to_owned())
+            Some("read the lease again, and use its current values".to_owned())
         }
         Denial::UnknownLease { .. } => {
-            Some("ask for a new lease; an ended one does not come back".to_owned())
+            Some("request a new lease".to_owned())
         }
         Denial::PressureHigh { .. } => {
-            Some("let the request wait, or ask in a more urgent class".to_owned())
+            Some("let the request wait, or use a more urgent class".to_owned())
         }
         Denial::StaleSample { .. } => {
-            Some("let the request wait until the machine is read again".to_owned())
+            Some("let the request wait until the next sample".to_owned())
         }
         Denial::Draining { .. } => Some(
-            "ask again later: an operator ends it by `cotenant drain --off`, or a restart does"
+            "retry later: `cotenant drain --off` or a restart ends the drain"
                 .to_owned(),
         ),
         Denial::Invalid {
@@ -127,7 +127,7 @@ mod tests {
             (
                 40,
                 60,
-                "let the request wait: what is missing can be reclaimed in time",
+                "let the request wait: the missing memory can be reclaimed in time",
             ),
             (
                 40,
@@ -170,7 +170,7 @@ mod tests {
         assert!(busy.starts_with("try again when"), "{busy}");
         assert_eq!(
             hint(&denial(SpareReason::AllGiven)).as_deref(),
-            Some("stop a worker by `cotenant stop NAME` to get back the memory that it holds")
+            Some("stop a worker by `cotenant stop NAME` to release its memory")
         );
     }
 

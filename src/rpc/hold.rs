@@ -320,7 +320,7 @@ fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, Cal
             convert::refuse(
                 "state",
                 state.as_str_name(),
-                "is not an answer: APPLIED, DEFERRED or REFUSED is",
+                "is not a reply: use APPLIED, DEFERRED or REFUSED",
             )
         }
     }

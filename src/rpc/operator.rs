@@ -298,7 +298,7 @@ impl OperatorService for Operators {
         let (event, message) = if off {
             (Event::DrainCancelled, "not draining: requests are admitted")
         } else {
-            let message = "draining: nothing new is admitted, what runs may finish; `cotenant drain --off` ends it";
+            let message = "draining: new requests are refused, running ones finish; `cotenant drain --off` ends it";
             (Event::DrainRequested, message)
         };
         let supervisor = &self.context.supervisor;

@@ -78,7 +78,7 @@ pub enum CallError {
     },
     /// A request under the name of a worker, by another process.
     #[error(
-        "cannot grant a lease to `{worker}`: it is a worker, {}, and {asker} is not of it",
+        "cannot grant a lease to `{worker}`: it is a worker, {}, to which {asker} does not belong",
         .runs_as.map_or_else(|| "which has no process yet".to_owned(), |pid| format!("process {pid}"))
     )]
     NotTheWorker {
@@ -91,8 +91,8 @@ pub enum CallError {
     },
     /// A request of a worker's process under another name.
     #[error(
-        "cannot grant a lease to `{tenant}`: {asker} is of worker `{worker}`, process {runs_as}, and is measured with it; \
-         what it needs is part of that worker's `memory`, or asked for by its name with `lease: own`"
+        "cannot grant a lease to `{tenant}`: {asker} belongs to worker `{worker}`, process {runs_as}, and is measured with \
+         it; include its need in that worker's `memory`, or request it in its name with `lease: own`"
     )]
     OfAWorker {
         /// Name in the request.
@@ -106,7 +106,7 @@ pub enum CallError {
     },
     /// An action reserved to the holder of a lease, by another process.
     #[error(
-        "lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}"
+        "lease `{lease}` is held by {holder}, which requested it and is measured, not by {caller}"
     )]
     NotTheHolder {
         /// The lease.
@@ -118,7 +118,7 @@ pub enum CallError {
     },
     /// The lease belongs to another run of the supervisor.
     #[error(
-        "lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease"
+        "lease `{lease}` belongs to run `{given}` of the supervisor, this is run `{current}`: request a new lease"
     )]
     BootIdChanged {
         /// The lease.
@@ -135,7 +135,7 @@ pub enum CallError {
         lease: String,
     },
     /// No such worker.
-    #[error("worker `{worker}` is unknown: there are {known}")]
+    #[error("worker `{worker}` is unknown: known are {known}")]
     UnknownWorker {
         /// Name in the request.
         worker: String,
@@ -169,7 +169,7 @@ pub enum CallError {
     #[error(transparent)]
     NotSubmitted(#[from] SubmitError),
     /// The arbiter's response does not match the request.
-    #[error("the arbiter gave no fitting answer to {call}")]
+    #[error("the arbiter sent an unexpected reply to {call}")]
     UnfitAnswer {
         /// The call.
         call: &'static str,

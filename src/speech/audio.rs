@@ -322,14 +322,14 @@ pub enum AudioError {
     Wav(#[source] hound::Error),
     /// Its samples have an unsupported coding.
     #[error(
-        "WAV samples of the coding {coding:#06x} are not read: they are PCM, floating point, A-law or µ-law"
+        "WAV coding {coding:#06x} is not supported: use PCM, floating point, A-law or µ-law"
     )]
     Coding {
         /// Number of the coding in the file.
         coding: u16,
     },
     /// The file is truncated.
-    #[error("WAV file is cut short: it declares {declared} bytes of audio and has {present}")]
+    #[error("WAV file is truncated: it declares {declared} bytes of audio and has {present}")]
     Truncated {
         /// Bytes of audio according to its header.
         declared: u64,
@@ -373,13 +373,13 @@ pub enum AudioError {
     #[error("the file is empty")]
     Empty,
     /// Its format has no decoder.
-    #[error("the file is {format}, which is not read")]
+    #[error("the file is {format}, which is not supported")]
     NotRead {
         /// Name of the format.
         format: &'static str,
     },
     /// Its format is unknown.
-    #[error("the file is in no known format, its first bytes are `{first}`")]
+    #[error("the file has an unknown format, its first bytes are `{first}`")]
     UnknownFormat {
         /// First bytes, in hexadecimal.
         first: String,
@@ -393,13 +393,13 @@ pub enum AudioError {
         source: symphonia::core::errors::Error,
     },
     /// It has no audio track.
-    #[error("the {format} file has no audio track, or one in a coding that is not read")]
+    #[error("the {format} file has no audio track, or one in an unsupported coding")]
     NoTrack {
         /// Name of the format.
         format: &'static str,
     },
     /// Its audio track has an unsupported coding.
-    #[error("the audio track of the {format} file is in a coding that is not read")]
+    #[error("the audio track of the {format} file has an unsupported coding")]
     TrackCoding {
         /// Name of the format.
         format: &'static str,
@@ -413,7 +413,7 @@ pub enum AudioError {
         limit: Duration,
     },
     /// The file ends within a packet.
-    #[error("the file is cut short")]
+    #[error("the file is truncated")]
     CutShort,
     /// Too many packets are damaged.
     #[error("{damaged} of {packets} packets are damaged")]
@@ -427,13 +427,13 @@ pub enum AudioError {
     #[error("the Opus stream has no identification header")]
     OpusHeader,
     /// Surround sound.
-    #[error("Opus of more than two channels is not read")]
+    #[error("Opus with more than two channels is not supported")]
     OpusChannels,
     /// The decoder cannot be created.
     #[error("cannot decode Opus")]
     Opus(#[source] opus_pure::Error),
     /// The samples could not be passed on.
-    #[error("cannot hand on the samples")]
+    #[error("cannot pass on the samples")]
     Handed(#[source] io::Error),
 }
 
@@ -661,7 +661,7 @@ mod tests {
         let error = parse_wav(&second[..1000], MINUTE).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "WAV file is cut short: it declares 88200 bytes of audio and has 956"
+            "WAV file is truncated: it declares 88200 bytes of audio and has 956"
         );
         for broken in [
             b"".as_slice(),

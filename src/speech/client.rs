@@ -692,7 +692,7 @@ pub enum ClientError {
         source: FrameError,
     },
     /// The response is a Wyoming message with wrong fields.
-    #[error("`{endpoint}` sent a wrong event")]
+    #[error("`{endpoint}` sent an unexpected event")]
     Event {
         /// Address of the server.
         endpoint: Endpoint,
@@ -701,7 +701,7 @@ pub enum ClientError {
         source: EventError,
     },
     /// The HTTP response is not the expected one.
-    #[error("`{endpoint}` answered wrongly: {problem}")]
+    #[error("`{endpoint}` sent an invalid response: {problem}")]
     Answer {
         /// Address of the server.
         endpoint: Endpoint,
@@ -709,7 +709,7 @@ pub enum ClientError {
         problem: String,
     },
     /// The speech exceeds any plausible length for the text.
-    #[error("`{endpoint}` speaks for more than {:.0} s, which the text cannot take", limit.as_secs_f64())]
+    #[error("`{endpoint}` sent more than {:.0} s of speech, too much for the text", limit.as_secs_f64())]
     Endless {
         /// Address of the server.
         endpoint: Endpoint,
@@ -783,7 +783,7 @@ mod tests {
         let error = length.take(&endpoint, 16_000).unwrap_err().to_string();
         assert_eq!(
             error,
-            "`tcp://127.0.0.1:1` speaks for more than 78 s, which the text cannot take"
+            "`tcp://127.0.0.1:1` sent more than 78 s of speech, too much for the text"
         );
         SpokenLength::new("Turn on the light.", 0.25, 16_000)
             .take(&endpoint, 16_000 * 300)

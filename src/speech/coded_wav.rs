@@ -179,14 +179,14 @@ mod tests {
             assert_eq!(parse_wav(&file, minute).unwrap().samples, samples);
             let error = parse_wav(&file[..file.len() - 1], minute).unwrap_err();
             assert!(
-                error.to_string().starts_with("WAV file is cut short"),
+                error.to_string().starts_with("WAV file is truncated"),
                 "{error}"
             );
         }
         let adpcm = parse_wav(&wav(0x11, 8000, 4, &[0]), minute).unwrap_err();
         assert_eq!(
             adpcm.to_string(),
-            "WAV samples of the coding 0x0011 are not read: they are PCM, floating point, A-law or µ-law"
+            "WAV coding 0x0011 is not supported: use PCM, floating point, A-law or µ-law"
         );
         let error = parse_wav(&wav(MU_LAW, 0, 8, &[0]), minute).unwrap_err();
         assert!(

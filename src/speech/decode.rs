@@ -461,12 +461,12 @@ mod tests {
             (b"OggS\0\0\0\0", "the Ogg file cannot be read"),
             (
                 b"<html></html>",
-                "the file is HTML or XML, which is not read",
+                "the file is HTML or XML, which is not supported",
             ),
-            (b"#!AMR\n\x3c", "the file is AMR, which is not read"),
+            (b"#!AMR\n\x3c", "the file is AMR, which is not supported"),
             (
                 &[0; 4000],
-                "the file is in no known format, its first bytes are `00 00 00 00 00 00 00 00`",
+                "the file has an unknown format, its first bytes are `00 00 00 00 00 00 00 00`",
             ),
         ] {
             let error = decode_whole_for_asr(file, MINUTE).unwrap_err();
@@ -483,7 +483,7 @@ mod tests {
         let error = decode_whole_for_asr(&amr, MINUTE).map(|audio| audio.duration());
         assert_eq!(
             error.unwrap_err().to_string(),
-            "the MP4 file has no audio track, or one in a coding that is not read"
+            "the MP4 file has no audio track, or one in an unsupported coding"
         );
         // Replaces the codec in the track's descriptor by AC-3.
         let aac = mp4
@@ -495,7 +495,7 @@ mod tests {
         let error = decode_whole_for_asr(&ac3, MINUTE).map(|audio| audio.duration());
         assert_eq!(
             error.unwrap_err().to_string(),
-            "the audio track of the MP4 file is in a coding that is not read"
+            "the audio track of the MP4 file has an unsupported coding"
         );
     }
 

@@ -86,7 +86,7 @@ impl HttpSpeechClient {
         let path = match self.shape {
             HttpShape::Openai => "/v1/audio/transcriptions",
             HttpShape::Whisper => "/inference",
-            HttpShape::Piper => return Err(self.wrong("it only speaks".to_owned())),
+            HttpShape::Piper => return Err(self.wrong("it supports TTS only".to_owned())),
         };
         let wav = audio.to_wav().map_err(ClientError::Audio)?;
         let mut fields = vec![("response_format", "json")];
@@ -181,7 +181,7 @@ impl HttpSpeechClient {
         said: &Manner<'_>,
     ) -> Result<SpeechStream, ClientError> {
         let Some((path, body)) = self.spoken_as(text, said) else {
-            return Err(self.wrong("it only hears".to_owned()));
+            return Err(self.wrong("it supports ASR only".to_owned()));
         };
         let patience = self.timeouts.synthesize;
         let begin = async {

@@ -193,7 +193,7 @@ impl Reply {
         self.queue.send(outgoing).await.map_err(|_| {
             FrameError::Io(io::Error::new(
                 io::ErrorKind::BrokenPipe,
-                "the client is gone, or takes no answer",
+                "the client is gone, or does not read",
             ))
         })
     }
@@ -252,7 +252,7 @@ impl Reply {
                         break;
                     }
                     Err(_) => {
-                        tracing::debug!(?patience, "the client takes no answer");
+                        tracing::debug!(?patience, "the client does not read");
                         break;
                     }
                 }
@@ -509,7 +509,7 @@ fn locked(seats: &Mutex<Seats>) -> MutexGuard<'_, Seats> {
 async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, limit: usize) {
     let error = Event::Error(ErrorReply {
         text: format!(
-            "all of the {limit} connections are at work (hint: try again, or raise the limit of connections)"
+            "all {limit} connections are busy (hint: try again, or raise the limit of connections)"
         ),
         code: Some(BUSY.to_owned()),
     });
@@ -592,7 +592,7 @@ impl<S: Service> Connection<S> {
                 biased;
                 () = self.stop.cancelled() => match activity {
                     Activity::Idle => return Ok(()),
-                    _ => return Err(SessionError::Refused(Refusal::new(DRAINING, "the server ends")).into()),
+                    _ => return Err(SessionError::Refused(Refusal::new(DRAINING, "the server is stopping")).into()),
                 },
                 () = self.seat.leave.cancelled() => return Err(ConnectionError::GaveWay),
                 () = reply.queue.closed() => return Ok(()),

@@ -73,7 +73,7 @@ impl LlmMetrics {
             vllm: VllmNames::new(),
             speed: table.add(
                 "llm_tokens_per_second",
-                "Tokens of an answer per second under the plan in force and under the full one, as reckoned",
+                "Predicted answer tokens per second under the plan in force and under the full one",
             ),
             context: table.add(
                 "llm_context_tokens",
@@ -95,7 +95,7 @@ impl LlmMetrics {
             ),
             drafted: table.add(
                 "llm_drafted_tokens",
-                "Tokens drafted from repetitions, by what became of them",
+                "Tokens drafted from repetitions, by outcome",
             ),
         }
     }

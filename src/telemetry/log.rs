@@ -54,7 +54,7 @@ pub enum LogError {
         source: reload::Error,
     },
     /// The writer thread cannot be started.
-    #[error("cannot start the thread that writes log lines")]
+    #[error("cannot start the log writer thread")]
     Thread(#[source] io::Error),
     /// Another subscriber is installed.
     #[error("cannot log: logging has been set up before")]

@@ -118,7 +118,7 @@ impl Metrics {
                 "budget_unaccounted_bytes",
                 "Measured use beyond what is held",
             ),
-            budget_used: table.add("budget_used_bytes", "What all holders were measured to use"),
+            budget_used: table.add("budget_used_bytes", "Measured use of all holders"),
             supervisor: table.add(
                 "supervisor_bytes",
                 "Memory of the daemon itself beyond what the LLM has touched",
@@ -129,32 +129,32 @@ impl Metrics {
             ),
             memory_available: table.add(
                 "memory_available_bytes",
-                "MemAvailable, and what ZFS can give back",
+                "MemAvailable plus the reclaimable cache of ZFS",
             ),
             cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
-            gpu_used: table.add("gpu_used_bytes", "What the GPU of a Jetson holds"),
+            gpu_used: table.add("gpu_used_bytes", "Memory in use by the GPU of a Jetson"),
             page_pool: table.add(
                 "gpu_page_pool_bytes",
                 "Freed GPU memory that nvmap keeps for the GPU",
             ),
             zram_store: table.add(
                 "zram_store_bytes",
-                "Memory that zram keeps pushed-out pages in",
+                "Memory in which zram stores swapped pages",
             ),
             leases: table.add("leases", "Leases and waiting requests by state"),
-            lease_held: table.add("lease_held_bytes", "Bytes on the book"),
+            lease_held: table.add("lease_held_bytes", "Bytes held in the ledger"),
             lease_used: table.add(
                 "lease_used_bytes",
                 "Bytes that the kernel attributes to the holder, once for all its leases",
             ),
             lease_target: table.add(
                 "lease_target_bytes",
-                "Bytes that the holder has been asked to come down to",
+                "Size to which the holder was asked to shrink, in bytes",
             ),
             lease_denied: table.add("lease_denied", "Requests denied"),
             reclaim: table.with(
                 "reclaim_seconds",
-                "Time from asking for memory until it was verified to be back",
+                "Time from a request for memory until its reclaim was verified",
                 Histogram::new(exponential_buckets(0.005, 2.0, 12)),
             ),
             reclaim_missed: table.add(
@@ -163,34 +163,34 @@ impl Metrics {
             ),
             llm_state: table.add(
                 "llm_state",
-                "1 for the state that the LLM is in, 0 for the others",
+                "1 for the current state of the LLM, 0 for the others",
             ),
             layers: table.add("llm_layers", "Layers of the model, resident or streamed"),
             weights_resident: table.add("llm_weights_resident_bytes", "Weights in memory"),
-            kv_capacity: table.add("kv_capacity_bytes", "What the KV cache may hold"),
-            kv_used: table.add("kv_used_bytes", "What sequences hold in the KV cache"),
+            kv_capacity: table.add("kv_capacity_bytes", "Capacity of the KV cache"),
+            kv_used: table.add("kv_used_bytes", "Use of the KV cache by sequences"),
             prefill_chunk: table.add(
                 "llm_prefill_chunk_tokens",
                 "Tokens of a prompt that are computed at once",
             ),
             command_gap: table.add(
                 "llm_command_gap_max_seconds",
-                "Longest time, while it worked, in which the engine could take no command",
+                "Longest time in which the working engine accepted no command",
             ),
             llm: LlmMetrics::new(&mut table),
             shed_events: table.add(
                 "shed_events",
                 "Sheds by the pressure level that led to them",
             ),
-            shed_bytes: table.add("shed_bytes", "Bytes that sheds took off the book"),
-            regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
+            shed_bytes: table.add("shed_bytes", "Bytes released from the ledger by sheds"),
+            regrow_bytes: table.add("regrow_bytes", "Bytes regrown by the engine"),
             safe_profile: table.add(
                 "safe_profile",
                 "1 while the LLM is off after crashes of the daemon",
             ),
             reboot_advised: table.add(
                 "reboot_advised",
-                "1 while only a reboot gives lost memory back",
+                "1 while only a reboot recovers lost memory",
             ),
             pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
             pressure_some: table.add(
@@ -203,17 +203,17 @@ impl Metrics {
             ),
             worker_state: table.add(
                 "worker_state",
-                "1 for the state that a worker is in, 0 for the others",
+                "1 for the current state of a worker, 0 for the others",
             ),
-            worker_deaths: table.add("worker_deaths", "Ends of a worker by what it died of"),
+            worker_deaths: table.add("worker_deaths", "Deaths of a worker by cause"),
             worker_restarts: table.add(
                 "worker_restarts",
-                "Starts of a worker that had ended without being asked, by the way it ended",
+                "Restarts of a worker after an unrequested end, by its cause",
             ),
             worker_memory: table.add("worker_memory_bytes", "Memory of a worker, measured"),
             oom_kills: table.add(
                 "oom_kills",
-                "Processes that the kernel killed for want of memory, since boot",
+                "Processes killed by the kernel for lack of memory, since boot",
             ),
             request: table.with(
                 "request_seconds",
@@ -237,24 +237,24 @@ impl Metrics {
             ),
             journal_lost: table.add(
                 "journal_lines_lost",
-                "Lines of the journal that did not get into its file",
+                "Journal lines not written to the file",
             ),
             log_dropped: table.add(
                 "log_lines_dropped",
                 "Log lines lost because their reader was slow",
             ),
-            spans_exported: table.add("spans_exported", "Spans that their collector has taken"),
+            spans_exported: table.add("spans_exported", "Spans accepted by the collector"),
             spans_dropped: table.add(
                 "spans_dropped",
-                "Spans lost because their collector was away, slow or refused them",
+                "Spans lost because the collector was unreachable, slow or refused them",
             ),
             standby_served: table.add(
                 "standby_served",
-                "Memory that sheds needed and that was set aside for them",
+                "Memory of sheds allocated from the emergency reserve",
             ),
             standby_missed: table.add(
                 "standby_missed",
-                "Memory that sheds needed and had to ask the system for",
+                "Memory of sheds allocated from the system, beyond the emergency reserve",
             ),
             registry: table.0,
             whole: Mutex::new(()),

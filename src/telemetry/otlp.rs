@@ -68,7 +68,7 @@ pub enum OtlpProtocol {
 
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
-    #[error("cannot read the certificates of authorities, `{}`", .path.display())]
+    #[error("cannot read the CA certificates, `{}`", .path.display())]
     Authorities { path: PathBuf, source: io::Error },
     #[error("cannot connect")]
     Connect(#[source] io::Error),
@@ -78,11 +78,11 @@ enum ExportError {
     Http(#[source] hyper::Error),
     #[error("cannot build the request")]
     Request(#[source] hyper::http::Error),
-    #[error("it answers {0}")]
+    #[error("it returned {0}")]
     Answer(StatusCode),
-    #[error("it answers {}: {}", .0.code(), .0.message())]
+    #[error("it returned {}: {}", .0.code(), .0.message())]
     Rpc(Box<tonic::Status>),
-    #[error("it takes {rejected} spans less than it was sent: {message}")]
+    #[error("it rejected {rejected} spans: {message}")]
     Partly { rejected: i64, message: String },
     #[error("no answer within {} s", SEND_MAX.as_secs())]
     Late,

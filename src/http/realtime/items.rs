@@ -120,7 +120,7 @@ impl Items {
         if self.items.iter().any(|item| item.id == id) {
             return Err(Fault::bad_request(
                 "item_create_duplicate_item_id",
-                format!("there is an item `{id}` already"),
+                format!("the item `{id}` already exists"),
             )
             .of_param("item.id"));
         }
@@ -311,7 +311,7 @@ fn absent(field: &str, id: &str, code: &'static str) -> Fault {
     Fault::bad_request(
         code,
         format!(
-            "there is no item `{}` in the conversation",
+            "the conversation has no item `{}`",
             super::super::fault::shortened(id)
         ),
     )

@@ -209,12 +209,12 @@ impl Session {
         }
         if now >= self.times.used + limit {
             let message = format!(
-                "the session ends: it had no event for {} s",
+                "the session expired: no event for {} s",
                 limit.as_secs()
             );
             let fault = Fault::request(StatusCode::REQUEST_TIMEOUT, "session_expired", message);
             self.outbox.error(&fault, None);
-            return Next::Close(CLOSE_NORMAL, "no event for too long");
+            return Next::Close(CLOSE_NORMAL, "session expired");
         }
         if now >= self.times.seen + GONE_AFTER {
             return Next::Gone;
@@ -353,7 +353,7 @@ impl Session {
         match &self.active {
             Some(active) if active.output.gives(item) => Err(Fault::bad_request(
                 "item_in_progress",
-                format!("`{item}` is still being given (hint: send `response.cancel` first)"),
+                format!("`{item}` is still being generated (hint: send `response.cancel` first)"),
             )),
             _ => Ok(()),
         }

@@ -164,7 +164,7 @@ impl Settings {
             }
             ("truncation", value) => self.retention = retention(&field, &value)?,
             ("prompt", value) if !value.is_null() => {
-                return wrong(&value, "is not supported: there are no kept prompts");
+                return wrong(&value, "is not supported: prompts are not stored");
             }
             // known, harmless and ignored; shown as absent
             (
@@ -172,7 +172,7 @@ impl Settings {
                 _,
             ) => {}
             ("instructions" | "audio" | "tools" | "max_output_tokens", other) => {
-                return wrong(&other, "is of a wrong type");
+                return wrong(&other, "has the wrong type");
             }
             (_, value) => return wrong(&value, UNKNOWN),
         }
@@ -203,7 +203,7 @@ impl Settings {
                 ("speed", value) => {
                     let speed = value
                         .as_f64()
-                        .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+                        .ok_or_else(|| Fault::invalid(&field, &value, "is not a number"))?;
                     self.speed =
                         in_range(&field, Some(speed), SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
                 }
@@ -335,7 +335,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
         let number = |min: f64, max: f64| {
             let number = value
                 .as_f64()
-                .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+                .ok_or_else(|| Fault::invalid(&field, &value, "is not a number"))?;
             in_range(&field, Some(number), min, max).map(Option::unwrap_or_default)
         };
         let flag = || {

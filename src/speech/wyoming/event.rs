@@ -342,7 +342,7 @@ pub struct Resized {
 
 /// Reason why a message is not the declared event.
 #[derive(Debug, thiserror::Error)]
-#[error("fields of Wyoming event `{kind}` are not what they must be")]
+#[error("invalid fields of Wyoming event `{kind}`")]
 pub struct EventError {
     kind: String,
     #[source]

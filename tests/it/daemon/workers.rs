@@ -686,7 +686,7 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_on
     let pid = worker(&status, "nest").pid.unwrap();
     assert!(
         refused.contains(&format!(
-            "is of worker `nest`, process {pid}, and is measured with it"
+            "belongs to worker `nest`, process {pid}, and is measured with it"
         )),
         "{refused}"
     );
@@ -699,7 +699,7 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_on
     let denied = denied_the_name(&daemon, "vision").await;
     // Regardless of whether its process exists yet.
     assert!(denied.contains("it is a worker, "), "{denied}");
-    assert!(denied.ends_with(" is not of it"), "{denied}");
+    assert!(denied.ends_with(" does not belong"), "{denied}");
     std::fs::write(installation.path("go"), "").unwrap();
     let status = daemon.until("both are ready", workers_ready).await;
     let held = |tenant: &str| -> u64 {

@@ -222,7 +222,7 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     );
     let output = tokio::task::block_in_place(|| talk("broken.wav"));
     assert!(
-        !output.status.success() && said(&output).contains("cut short"),
+        !output.status.success() && said(&output).contains("truncated"),
         "{}",
         said(&output)
     );

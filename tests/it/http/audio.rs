@@ -309,23 +309,23 @@ async fn broken_audio_is_400_and_says_what_is_wrong() {
         ),
         (
             b"FORM\0\0\0\x2aAIFFCOMM",
-            "the file is AIFF, which is not read (hint: send wav",
+            "the file is AIFF, which is not supported (hint: send wav",
         ),
         (
             b"RF64\xff\xff\xff\xffWAVEds64",
-            "the file is RF64, which is not read",
+            "the file is RF64, which is not supported",
         ),
         (
             b"RIFF\0\0\0\0AVI LIST",
-            "the file is AVI, which is not read",
+            "the file is AVI, which is not supported",
         ),
         (
             b"{\"audio\": \"UklGR\"}",
-            "the file is JSON, which is not read",
+            "the file is JSON, which is not supported",
         ),
         (b"ID3\x04 this is an mp3", "the MP3 file cannot be read"),
         (b"RIFF", "not a readable WAV file"),
-        (&cut, "cut short"),
+        (&cut, "truncated"),
         (
             &wav(16_000, 1, 40_000),
             "2.5 s is longer than the limit of 2.0 s",

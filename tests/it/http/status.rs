@@ -129,8 +129,8 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
     assert!(!answer.header("x-request-id").is_empty());
     for (path, instead) in [
         ("/v1/nothing", "/v1/chat/completions"),
-        ("/v1/embeddings", "no embeddings here"),
-        ("/api/embed", "no embeddings here"),
+        ("/v1/embeddings", "embeddings are not supported"),
+        ("/api/embed", "embeddings are not supported"),
         ("/api/pull", "`llm.path`"),
         ("/api/nothing", "chat, generate, tags"),
     ] {

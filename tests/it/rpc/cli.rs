@@ -194,7 +194,7 @@ async fn exit_codes_tell_refused_from_unreachable_from_misused() {
     insta::assert_snapshot!(stderr(&unreachable), @r"
     error: cannot reach the supervisor at `unix:///nonexistent.sock`
       caused by: No such file or directory (os error 2)
-    hint: is `cotenant serve` running? Give its socket with --endpoint or COTENANT_ENDPOINT
+    hint: is `cotenant serve` running? Name its socket with --endpoint or COTENANT_ENDPOINT
     ");
     daemon.end().await;
 }

@@ -100,7 +100,7 @@ impl Session {
             self.said.push_back(said);
             self.hear();
         } else {
-            let what = "the queue of what was said in this session";
+            let what = "the queue of utterances in this session";
             let refusal = at_limit(HEAR, what, SAID_MAX);
             self.unheard(&said.item, said.respond, &refusal);
         }
@@ -287,6 +287,6 @@ impl Early {
 }
 
 /// Completes "cannot".
-const HEAR: &str = "transcribe what was said";
+const HEAR: &str = "transcribe the utterance";
 /// Utterances that may wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;

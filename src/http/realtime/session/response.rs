@@ -89,7 +89,7 @@ impl Session {
         closing: bool,
     ) -> Result<(), Fault> {
         if self.settings.transcription_only {
-            let message = "a session of the type `transcription` gives no responses";
+            let message = "a session of the type `transcription` generates no responses";
             return Err(Fault::bad_request("invalid_session_type", message));
         }
         if closing {
@@ -341,12 +341,12 @@ impl Ahead {
 
 pub(in crate::realtime) fn draining() -> Refusal {
     Refusal::Draining {
-        act: "give a response".to_owned(),
+        act: "generate a response".to_owned(),
         retry_after: RETRY_AFTER_DEFAULT,
     }
 }
 
-const NO_WORDS: &str = "cannot give a response: no item of the conversation has words, and there are no instructions \
+const NO_WORDS: &str = "cannot generate a response: the conversation has no text, and there are no instructions \
     (hint: commit audio with speech, or send text by `conversation.item.create`)";
 /// A field that some voices ignore.
 const SPEED: &str = "session.audio.output.speed";
