@@ -257,7 +257,7 @@ impl Capabilities {
                 "vmstat",
                 Presence::Present,
                 "refaults, direct scans, stalls, swap-ins, OOM kills",
-                "thrash is seen before it hurts",
+                "thrashing is detected early",
             );
         } else {
             let presence = if missing.len() == counters.len() {
@@ -269,7 +269,7 @@ impl Capabilities {
                 "vmstat",
                 presence,
                 format!("without {}", missing.join(", ")),
-                "thrash is seen by watermarks alone where a counter is missing",
+                "without a counter, thrashing is detected by watermarks alone",
             );
         }
     }
@@ -285,7 +285,7 @@ impl Capabilities {
             Ok(None) | Err(_) => self.add(
                 "smaps_rollup",
                 Presence::Absent,
-                "the kernel has none, or does not let us read it",
+                "the kernel has none, or denies reading it",
                 "workers are measured by RSS, which counts shared pages in full",
             ),
         }

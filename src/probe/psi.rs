@@ -209,7 +209,7 @@ impl PsiTrigger {
         match file.write(text.as_bytes())? {
             written if written == text.len() => Ok(Self { file }),
             written => Err(io::Error::other(format!(
-                "the kernel took {written} of {} bytes",
+                "the kernel accepted {written} of {} bytes",
                 text.len()
             ))),
         }
@@ -257,7 +257,7 @@ impl PsiAlarm {
         if ready.is_error() {
             return Err(io::Error::new(
                 io::ErrorKind::BrokenPipe,
-                "the trigger is gone",
+                "the trigger was removed",
             ));
         }
         Ok(())

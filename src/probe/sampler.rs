@@ -358,7 +358,7 @@ impl Ticker {
             Err(_) => Wake::Interval,
             Ok(Ok(())) => Wake::Stall,
             Ok(Err(error)) => {
-                tracing::warn!(%error, "the pressure trigger is gone: sampling by the clock alone");
+                tracing::warn!(%error, "the pressure trigger was removed: sampling by the clock alone");
                 self.alarm = None;
                 self.rung = self.rung.min(PsiRung::ReadOnly);
                 Wake::Stall

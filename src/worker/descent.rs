@@ -56,7 +56,7 @@ pub(super) fn is_adopted(process: &ProcessStat, since: u64) -> bool {
 /// Makes this process adopt leftover processes of workers.
 pub(super) fn prepare() {
     if let Err(error) = adopt_descendants() {
-        tracing::warn!(%error, "what workers leave behind is found by its environment only");
+        tracing::warn!(%error, "leftover processes of workers are found by their environment only");
     }
     only_ours();
 }

@@ -214,7 +214,7 @@ pub enum LaunchError {
         bytes: usize,
     },
     /// The path of the socket is taken by another kind of file.
-    #[error("`{}` is in the way of the socket and is not a socket itself", path.display())]
+    #[error("`{}` exists at the socket's path, and is not a socket", path.display())]
     InTheWay {
         /// The path.
         path: PathBuf,

@@ -163,7 +163,7 @@ impl fmt::Display for Omitted {
         let seconds = WINDOW.as_secs();
         write!(
             f,
-            "{lines} lines ({bytes}) are left out: {LINES_PER_WINDOW} are shown of each output in {seconds} s"
+            "{lines} lines ({bytes}) omitted: the limit is {LINES_PER_WINDOW} lines of each output in {seconds} s"
         )
     }
 }
@@ -351,7 +351,7 @@ mod tests {
         );
         assert_eq!(
             omitted.to_string(),
-            "99600 lines (7.5 MiB) are left out: 400 are shown of each output in 10 s"
+            "99600 lines (7.5 MiB) omitted: the limit is 400 lines of each output in 10 s"
         );
         // A new window, in which nothing is omitted.
         assert!(quota.shows(80, start + WINDOW));

@@ -138,7 +138,7 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
         found.push(fault(
             worker,
             "program_missing",
-            format!("there is no program `{program}`"),
+            format!("the program `{program}` does not exist"),
             "install it, or correct `argv`; a name without `/` is looked up in PATH",
         ));
         return found;
@@ -156,14 +156,14 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
             worker,
             "program_unfit",
             unfit.clone(),
-            "give a program that was built for this machine, or a script whose first line names its interpreter",
+            "use a program built for this machine, or a script whose first line names its interpreter",
         ));
     }
     if let Some((interpreter, false)) = &facts.interpreter {
         found.push(fault(
             worker,
             "interpreter_missing",
-            format!("`{path}` needs `{interpreter}`, which is not there"),
+            format!("`{path}` needs `{interpreter}`, which is missing"),
             format!("install `{interpreter}`, or correct the first line of the script"),
         ));
     }
@@ -174,7 +174,7 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
                 "library_missing",
                 format!("`{path}` needs the shared library `{library}`, which is not found"),
                 format!(
-                    "install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`"
+                    "install the package with `{library}`, or set LD_LIBRARY_PATH in the worker's `env`"
                 ),
             )
         } else {
@@ -255,7 +255,7 @@ fn judge_arguments(
         found.push(warning(
             who,
             "gpu_share_of_one_memory",
-            "`--gpu-memory-utilization` is a share of all memory here, that of every other program included".to_owned(),
+            "`--gpu-memory-utilization` is a share of all memory here, that of other programs included".to_owned(),
             "give it an absolute size of its KV cache instead",
         ));
     }
@@ -277,7 +277,7 @@ fn judge_arguments(
             who,
             "offload_saves_nothing",
             format!(
-                "`{flag}` moves memory from the GPU to the processor, and here both have the same"
+                "`{flag}` moves memory from the GPU to the CPU, which share it on this machine"
             ),
             "leave it out; use a smaller model, a smaller context or fewer layers in memory",
         ));
@@ -291,7 +291,7 @@ fn judge_machine(machine: &MachineFacts) -> Vec<Found> {
         found.push(warning(
             None,
             "nvmap_holder",
-            format!("{holder} holds /dev/nvmap: its GPU memory is not on the book"),
+            format!("{holder} holds /dev/nvmap: its GPU memory is not in the ledger"),
             "end it if an earlier run left it, or count it in `budget.reserve`",
         ));
     }
@@ -300,7 +300,7 @@ fn judge_machine(machine: &MachineFacts) -> Vec<Found> {
             None,
             "no_control_groups",
             format!(
-                "workers have no control groups, so no memory limit of theirs is in force: {reason}"
+                "workers have no control groups, and their memory limits are not in force: {reason}"
             ),
             "run as a unit with `Delegate=memory`",
         ));

@@ -147,7 +147,7 @@ fn fifo(path: &Path) -> io::Result<End> {
 /// Opens an existing FIFO in both directions.
 fn opened(path: &Path) -> io::Result<End> {
     if !fs::symlink_metadata(path)?.file_type().is_fifo() {
-        return Err(io::Error::other("it is no FIFO"));
+        return Err(io::Error::other("it is not a FIFO"));
     }
     let file = fs::OpenOptions::new()
         .read(true)
@@ -191,7 +191,7 @@ fn clear(path: &Path) -> io::Result<()> {
         }
         Ok(_) => Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
-            "a file that is neither a FIFO nor a socket is there",
+            "the path has a file that is neither FIFO nor socket",
         )),
     }
 }

@@ -70,10 +70,10 @@ pub(super) async fn spawn(
     };
     spawner()?
         .send(job)
-        .map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
+        .map_err(|_| io::Error::other("the thread that starts workers has ended"))?;
     let raw = answer
         .await
-        .map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
+        .map_err(|_| io::Error::other("the thread that starts workers has ended"))??;
     raw.into_spawned()
 }
 
@@ -345,7 +345,7 @@ pub(super) fn reopened(proc: &std::path::Path, pid: u32, fd: u32) -> io::Result<
         .custom_flags(libc::O_NONBLOCK)
         .open(path)?;
     if !pipe.metadata()?.file_type().is_fifo() {
-        return Err(io::Error::other("its output is not a pipe any more"));
+        return Err(io::Error::other("its output is no longer a pipe"));
     }
     Ok(pipe.into())
 }

@@ -130,10 +130,10 @@ pub enum Intent {
 impl fmt::Display for Intent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Stop => "after we stopped it",
-            Self::Hung => "after we ended it as hung",
-            Self::NotReady => "after we stopped it as not ready",
-            Self::Abandoned => "as the supervisor let go of it",
+            Self::Stop => "after the supervisor stopped it",
+            Self::Hung => "after the supervisor killed it as hung",
+            Self::NotReady => "after the supervisor stopped it as not ready",
+            Self::Abandoned => "as the supervisor released it",
         })
     }
 }

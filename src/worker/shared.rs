@@ -218,7 +218,7 @@ pub enum StartError {
         source: ConfineError,
     },
     /// It cannot be taken over from the previous supervisor.
-    #[error("cannot take over worker `{worker}` (pid {pid}) from the supervisor before")]
+    #[error("cannot take over worker `{worker}` (pid {pid}) from the previous supervisor")]
     Adopt {
         /// Its name.
         worker: String,

@@ -437,8 +437,8 @@ impl Supervisor {
                     if child.taken_over && spec.readiness.is_shown_once() {
                         tracing::warn!(
                             worker = &*self.shared.name, pid,
-                            "a worker that was taken over has not shown that it is ready; the supervisor before may have seen \
-                             it, so it counts as ready"
+                            "worker taken over without a readiness signal, assumed ready: the earlier supervisor may have \
+                             received it"
                         );
                         self.now_ready(&mut child).await;
                         continue;
@@ -600,7 +600,7 @@ impl Supervisor {
         child.process.reap();
         drop(child.group);
         let status = status.unwrap_or_else(|error| {
-            tracing::error!(worker = &*self.shared.name, pid, %error, "cannot learn how a worker ended");
+            tracing::error!(worker = &*self.shared.name, pid, %error, "cannot read the exit status of a worker");
             ExitStatus::Unknown
         });
         if let Some(Endpoint::Unix(path)) = &child.endpoint {
@@ -718,7 +718,7 @@ impl Child {
                     }
                 }
                 (Readiness::Connect | Readiness::Describe | Readiness::Http { .. }, None) => {
-                    note("it listens nowhere, so it cannot be asked".to_owned());
+                    note("it has no endpoint to probe".to_owned());
                     std::future::pending::<()>().await;
                 }
                 (readiness, Some(endpoint)) => {

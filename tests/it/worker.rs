@@ -130,7 +130,7 @@ async fn a_worker_that_ignores_sigterm_is_killed_after_its_grace() {
     assert!(
         report
             .to_string()
-            .contains("was killed by SIGKILL after we stopped it"),
+            .contains("was killed by SIGKILL after the supervisor stopped it"),
         "{report}"
     );
 }
@@ -176,7 +176,7 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
         report
             .to_string()
             .contains("was killed by SIGKILL, sender unknown"),
-        "nothing proves that memory ran out: {report}"
+        "no evidence of exhausted memory: {report}"
     );
     assert_eq!(report.left_behind, 2);
     for word in ["child", "escaped"] {

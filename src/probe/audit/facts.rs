@@ -93,7 +93,7 @@ impl std::fmt::Display for Version {
                 write!(f, "{}: {found}, not compatible ({expected})", self.name)
             }
             (Some(found), None) => write!(f, "{}: {found} ({expected})", self.name),
-            (None, _) => write!(f, "{}: not installed; {expected} belongs here", self.name),
+            (None, _) => write!(f, "{}: not installed; expected is {expected}", self.name),
         }
     }
 }

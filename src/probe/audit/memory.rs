@@ -68,7 +68,7 @@ fn cma_size(facts: &Facts<'_>) -> Option<Found> {
     (total > CMA_STOCK).then_some(())?;
     warning(
         format!(
-            "the area for contiguous allocations (CMA) has {total}, which the GPU can never have"
+            "the area for contiguous allocations (CMA) has {total}, which the GPU cannot use"
         ),
         Cost::Memory(total.saturating_sub(CMA_STOCK)),
         "start with `cma=256M`, unless cameras or encoders need more",

@@ -261,7 +261,7 @@ fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
         .collect();
     (!missing.is_empty()).then_some(())?;
     warning(
-        format!("control groups are there without {}", missing.join(", ")),
+        format!("control groups lack {}", missing.join(", ")),
         Cost::Risk,
         "remove `cgroup_disable=` from the kernel's command line; limits of workers need all three",
     )

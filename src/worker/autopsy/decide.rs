@@ -75,7 +75,7 @@ pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     for killer in &evidence.found.killers {
         findings.push(Finding::new(
             "processes",
-            format!("{killer} runs here and kills for memory"),
+            format!("{killer} runs here and kills under memory pressure"),
         ));
     }
     let lived = evidence.lived.as_secs_f64();
@@ -115,7 +115,7 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
         ExitStatus::Unknown => Ruling::new(
             DeathClass::Unknown,
             Confidence::Low,
-            "has ended, and its exit status was not ours to read",
+            "ended, with an exit status that the supervisor could not read",
         ),
         ExitStatus::Signal { signal, .. } => by_signal(evidence, words, signal),
         ExitStatus::Code(code) => by_code(evidence, words, code),
@@ -235,9 +235,9 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     };
     Some(match asked.intent {
         Intent::Hung => Ruling::certain(DeathClass::Hang, format!("hung and {how}{why}"))
-            .remedy("its output and its core file, if any, say where it stood"),
+            .remedy("its output and core file, if any, show where it hung"),
         Intent::NotReady => Ruling::certain(DeathClass::StartTimeout, format!("{how}{why}"))
-            .remedy("its output says how far it came; allow more with `ready.timeout`, or correct the readiness check"),
+            .remedy("see its output; raise `ready.timeout`, or correct the readiness check"),
         Intent::Stop | Intent::Abandoned => {
             Ruling::certain(DeathClass::KilledByUs, format!("{how}{why}"))
         }
@@ -269,19 +269,19 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                 format!("died of {name}{at}{after}{}", core(evidence)),
             )
             .remedy(if after.is_empty() {
-                "a fault of the program; a core file or its debug build says where"
+                "a fault of the program; a core file or a debug build shows where"
             } else {
-                "the program does not cope with a refused allocation: give it more room, or a smaller model"
+                "the program does not handle refused allocations: give it more memory, or a smaller model"
             })
         }
         libc::SIGBUS => Ruling::certain(
             DeathClass::BusError,
             format!(
-                "died of {name}: a page of a mapped file or of shared memory could not be had{}",
+                "died of {name}: a page of a mapped file or of shared memory was unavailable{}",
                 core(evidence)
             ),
         )
-        .remedy("a file that it maps was cut short or its disk failed, or /dev/shm is full"),
+        .remedy("a file that it maps was truncated or its disk failed, or /dev/shm is full"),
         libc::SIGILL => Ruling::certain(
             DeathClass::IllegalInstruction,
             format!(
@@ -315,15 +315,15 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         .remedy(match signal {
             libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
             libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
-            libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
-            _ => "the program does not handle this signal; its output may say who sends it",
+            libc::SIGFPE => "a division by zero or similar: a fault of the program",
+            _ => "the program does not handle this signal; its output may name the sender",
         }),
     }
 }
 
 fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     let asked_before = match &evidence.asked {
-        Some(asked) if !asked.killed => " just after we had asked it to end",
+        Some(asked) if !asked.killed => " just after the supervisor asked it to end",
         _ => "",
     };
     let blind = evidence.found.log.unreadable.is_some() || evidence.found.log.incomplete;
@@ -332,7 +332,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
         // The counter proves that the kernel killed no process for memory.
         Some(0) => "",
         Some(_) => {
-            "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"
+            "; the kernel killed a process for memory meanwhile, but its log, which would name it, is unreadable"
         }
         None => "; neither the kernel's log nor its counter of kills for memory can be read",
     };
@@ -343,9 +343,9 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     )
     .remedy(match evidence.found.killers.first() {
         Some(killer) => {
-            format!("{killer} may have sent it; its own log says so. Let its floor lie below ours, or stop it")
+            format!("see the log of {killer}, which may have sent it; set its floor below cotenant's, or stop it")
         }
-        None => "nothing proves that memory ran out: look for a person, a script or another supervisor that sent it"
+        None => "no evidence of exhausted memory: look for a user, script or supervisor that sent it"
             .to_owned(),
     })
 }
@@ -370,9 +370,9 @@ fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
         .map_or_else(String::new, |limit| format!(" of {limit} s"));
     Ruling::certain(
         DeathClass::CpuTimeLimit,
-        format!("was ended by {name}: it had used up its processor time{limit}"),
+        format!("was killed by {name}: it exceeded its CPU time{limit}"),
     )
-    .remedy("raise or remove its limit of processor time (RLIMIT_CPU)")
+    .remedy("raise or remove its limit of CPU time (RLIMIT_CPU)")
 }
 
 fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
@@ -394,12 +394,12 @@ fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
     Ruling::certain(
         DeathClass::Abort,
         format!(
-            "gave itself up (SIGABRT){}{}",
+            "aborted (SIGABRT){}{}",
             said.map_or_else(String::new, |line| format!(", saying `{line}`")),
             core(evidence)
         ),
     )
-    .remedy("a fault that the program found itself; its output says which")
+    .remedy("an internal check of the program failed; its output says which")
 }
 
 fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
@@ -408,16 +408,16 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
             DeathClass::ExecFailed,
             format!("could not be executed: {unfit} (a shell tried it and exited with code {code})"),
         )
-        .remedy("give a program that was built for this machine, or a script whose first line names its interpreter")
+        .remedy("use a program built for this machine, or a script whose first line names its interpreter")
         .lasting();
     }
     if code == 0 {
         return Ruling::certain(
             DeathClass::SilentExit,
-            "exited with code 0 without being asked to",
+            "exited with code 0, unrequested",
         )
         .remedy(
-            "a worker has to stay: see that it runs in the foreground, does not fork into the background, and does not end \
+            "a worker must keep running: check that it runs in the foreground, does not fork into the background, and does not end \
              when its standard input is closed",
         );
     }
@@ -457,15 +457,15 @@ fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
         .iter()
         .any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE"))
     {
-        return "another program has its port: give it `${PORT}`, or end the other one".to_owned();
+        return "its port is in use: pass it `${PORT}`, or stop the other program".to_owned();
     }
     match code {
         _ if child_killed => {
             "give the worker a larger `memory.peak`, or start the server itself rather than a script".to_owned()
         }
-        3 => "3 is what uvicorn returns when the application did not start; its output says why".to_owned(),
-        126 => "126 is what a shell returns for a program that it may not execute".to_owned(),
-        127 => "127 is what a shell returns for a program that it does not find".to_owned(),
+        3 => "uvicorn returns 3 if the application did not start; its output says why".to_owned(),
+        126 => "a shell returns 126 for a program that it may not execute".to_owned(),
+        127 => "a shell returns 127 for a program that it does not find".to_owned(),
         129..=192 => format!(
             "a shell or launcher returns {code} when its child ended by {}; start the program itself (`exec`) to see how \
              it ended. It does not prove that memory ran out",
@@ -524,11 +524,11 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     )
     .remedy(match (allocator, evidence.found.l4t_fault) {
         (Allocator::Host, _) if evidence.found.strict_overcommit => {
-            "vm.overcommit_memory is 2: the kernel promises no more than there is; set it to 0, or reserve less at once"
+            "vm.overcommit_memory is 2, which limits reservations: set it to 0, or reserve less at once"
                 .to_owned()
         }
         (Allocator::Host, _) => {
-            "it asked for more at once than there was, or its allocator is confused: see its output".to_owned()
+            "it requested more at once than was free, or its allocator is faulty: see its output".to_owned()
         }
         (Allocator::Cuda | Allocator::NvMap, Some(fault)) => format!("{LARGEST_FIRST}; {fault}"),
         (Allocator::Cuda | Allocator::NvMap, None) => LARGEST_FIRST.to_owned(),
@@ -540,7 +540,7 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::likely(
         DeathClass::CudaMismatch,
         format!(
-            "could not use CUDA: its runtime and the driver do not fit (`{}`)",
+            "could not use CUDA: its runtime and the driver are incompatible (`{}`)",
             quote.line
         ),
     )
@@ -585,7 +585,7 @@ fn unfit_library(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
         Ruling::new(
             DeathClass::MissingLibrary,
             confidence,
-            format!("exited with code {code}: a shared library does not fit it (`{}`)", quote.line),
+            format!("exited with code {code}: a shared library is incompatible (`{}`)", quote.line),
         )
         .remedy("install the version that it was built with; `cotenant check` shows which file is found")
     };
@@ -609,7 +609,7 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
             format!("exited with code {code}, saying `{}`", quote.line),
         )
         .remedy(format!(
-            "if it needs `{library}`, install it; its output says more"
+            "install `{library}` if it is needed; see its output"
         ));
     }
     let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
@@ -629,7 +629,7 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
         format!("could not start: the shared library `{library}` is missing (`{}`)", quote.line),
     )
     .remedy(format!(
-        "install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`; `cotenant check` finds all that are missing"
+        "install the package with `{library}`, or set LD_LIBRARY_PATH in the worker's `env`; `cotenant check` finds all that are missing"
     ))
     .lasting()
 }
@@ -762,16 +762,16 @@ fn status_in_words(status: ExitStatus) -> String {
             signal_name(signal),
             if core_dumped { ", core dumped" } else { "" }
         ),
-        ExitStatus::Unknown => "not ours to read".to_owned(),
+        ExitStatus::Unknown => "not readable".to_owned(),
     }
 }
 
 fn asked_in_words(asked: &Asked) -> String {
     let what = match asked.intent {
-        Intent::Stop => "we had asked it to stop",
-        Intent::NotReady => "we had stopped it as not ready",
-        Intent::Hung => "we had ended it as hung",
-        Intent::Abandoned => "we had let go of it",
+        Intent::Stop => "the supervisor asked it to stop",
+        Intent::NotReady => "the supervisor stopped it as not ready",
+        Intent::Hung => "the supervisor killed it as hung",
+        Intent::Abandoned => "the supervisor released it",
     };
     let why = if asked.why.is_empty() {
         String::new()

@@ -31,7 +31,7 @@ pub(crate) fn not_started(
                 let interpreter = interpreter(path).unwrap_or_else(|| "its interpreter".to_owned());
                 (
                     format!(
-                        "`{}` is there, and what it needs to run, `{interpreter}`, is not",
+                        "`{}` exists, but `{interpreter}`, which it needs, does not",
                         path.display()
                     ),
                     format!("install `{interpreter}`, or correct the first line of the script"),
@@ -39,7 +39,7 @@ pub(crate) fn not_started(
                 )
             }
             None => (
-                format!("there is no program `{program}`"),
+                format!("the program `{program}` does not exist"),
                 "install it, or correct `argv`; a name without `/` is looked up in PATH".to_owned(),
                 true,
             ),
@@ -54,7 +54,7 @@ pub(crate) fn not_started(
                 .as_deref()
                 .and_then(unfit)
                 .unwrap_or_else(|| format!("`{program}` is not a program of this machine")),
-            "give a program that was built for this machine".to_owned(),
+            "use a program built for this machine".to_owned(),
             true,
         ),
         Some(libc::ENOTDIR | libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG | libc::E2BIG) => (
@@ -63,27 +63,27 @@ pub(crate) fn not_started(
             true,
         ),
         Some(libc::EMFILE | libc::ENFILE) => (
-            "the supervisor may open no more files".to_owned(),
-            "raise `LimitNOFILE` of the unit (`ulimit -n` in a shell); it is tried again".to_owned(),
+            "the supervisor's limit of open files is reached".to_owned(),
+            "raise `LimitNOFILE` of the unit (`ulimit -n` in a shell); the start is retried".to_owned(),
             false,
         ),
         Some(libc::EAGAIN) => (
-            "its user may have no more processes".to_owned(),
-            "raise `LimitNPROC` and `TasksMax` of the unit (`ulimit -u` in a shell); it is tried again".to_owned(),
+            "its user's limit of processes is reached".to_owned(),
+            "raise `LimitNPROC` and `TasksMax` of the unit (`ulimit -u` in a shell); the start is retried".to_owned(),
             false,
         ),
         Some(libc::ENOMEM) => (
             "the machine had no memory for another process".to_owned(),
-            "free memory; it is tried again".to_owned(),
+            "free memory; the start is retried".to_owned(),
             false,
         ),
         Some(_) => (
             format!("`{program}` could not be executed"),
-            "its cause says why".to_owned(),
+            "see the cause".to_owned(),
             false,
         ),
         None if source.is_some() || error.contains("cannot confine") => (
-            "it could not be confined as asked".to_owned(),
+            "it could not be confined as configured".to_owned(),
             "its cause names the step: correct `user`, `limits` or `sandbox`, or run the supervisor with the rights for it"
                 .to_owned(),
             true,
@@ -221,13 +221,13 @@ mod tests {
             (
                 "/nowhere/asr",
                 libc::ENOENT,
-                "there is no program `/nowhere/asr`",
+                "the program `/nowhere/asr` does not exist",
                 true,
             ),
             (
                 script,
                 libc::ENOENT,
-                "what it needs to run, `/nowhere/python3`, is not",
+                "but `/nowhere/python3`, which it needs, does not",
                 true,
             ),
             (script, libc::EACCES, "may not be executed", true),
@@ -237,8 +237,8 @@ mod tests {
                 "not a program of this machine",
                 true,
             ),
-            (script, libc::EAGAIN, "may have no more processes", false),
-            (script, libc::EMFILE, "may open no more files", false),
+            (script, libc::EAGAIN, "limit of processes is reached", false),
+            (script, libc::EMFILE, "limit of open files is reached", false),
             (
                 script,
                 libc::ENOMEM,

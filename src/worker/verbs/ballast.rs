@@ -47,7 +47,7 @@ fn size(text: &str) -> Result<Bytes, String> {
 pub fn run_ballast(options: &BallastOptions) -> Result<(), VerbError> {
     if options.rate.is_some_and(|rate| rate < Bytes::of_len(PAGE)) {
         return Err(VerbError::Options(format!(
-            "a rate below {} per second takes nothing",
+            "the rate is below the minimum of {} per second",
             Bytes::of_len(PAGE)
         )));
     }

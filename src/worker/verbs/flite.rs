@@ -96,7 +96,7 @@ pub enum FliteError {
     #[error("flite has no voice `slt`")]
     Voice,
     /// It returned no audio for a text.
-    #[error("flite made no audio")]
+    #[error("flite produced no audio")]
     Silent,
 }
 

@@ -20,7 +20,7 @@ use super::super::adopt::LOCK_VARIABLE;
 /// Notifies the parent of readiness by sd_notify(3); does nothing without `NOTIFY_SOCKET`.
 pub(super) fn tell_ready() {
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
-        tracing::warn!(%error, "cannot tell that this worker is ready");
+        tracing::warn!(%error, "cannot notify that this worker is ready");
     }
 }
 
@@ -36,7 +36,7 @@ pub(super) async fn left_alone() {
     without(&lock, term).await;
     // The reader may be gone, which must not prevent the exit.
     let words = format!(
-        "no supervisor for {:.0} s: giving the memory back\n",
+        "no supervisor for {:.0} s: releasing the memory\n",
         term.as_secs_f64()
     );
     let _ = io::stderr().write_all(words.as_bytes());

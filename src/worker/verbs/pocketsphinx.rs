@@ -221,7 +221,7 @@ pub enum SphinxError {
         path: PathBuf,
     },
     /// It rejects its configuration.
-    #[error("pocketsphinx does not take its configuration")]
+    #[error("pocketsphinx rejected its configuration")]
     Configuration,
     /// It cannot load the model.
     #[error("pocketsphinx cannot load the model in `{}`", model.display())]

@@ -189,7 +189,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     assert!(
         ballast
             .last_exit
-            .contains("its exit status was not ours to read"),
+            .contains("an exit status that the supervisor could not read"),
         "{}",
         ballast.last_exit
     );

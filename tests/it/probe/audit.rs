@@ -308,7 +308,7 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
             "kernel: 5.15.148-tegra, compatible (5.15)",
             "JetPack: 6.1+b123, compatible (6)",
             "CUDA: 12.6.68-1, compatible (12)",
-            "TensorRT: not installed; 8.6 or 10 belongs here",
+            "TensorRT: not installed; expected is 8.6 or 10",
             "cuDNN: 8.4.1, not compatible (8.9 or 9)",
         ]
     );
@@ -396,7 +396,7 @@ fn controllers_that_are_missing_are_named_and_rights_of_a_copy_are_not() {
     );
     assert_eq!(
         some.found("cgroup_controllers").text,
-        "control groups are there without memory, pids"
+        "control groups lack memory, pids"
     );
 }
 
