@@ -173,7 +173,7 @@ impl Perform for Device {
                 self.workers.stop(&worker, reason.to_string());
             }
             Action::AbortWorker { worker, evidence } => {
-                tracing::error!(worker, evidence, "worker does not respond and is ended");
+                tracing::error!(worker, evidence, "worker does not respond and is killed");
                 self.workers.abort(&worker, evidence);
             }
             Action::ResizeWorker { worker, variant } => {

@@ -33,7 +33,7 @@ pub fn render(entry: &JournalEntry) -> String {
         }
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
-        Content::Checkpoint(_) => "the whole state, to replay from here".to_owned(),
+        Content::Checkpoint(_) => "checkpoint of the whole state".to_owned(),
         Content::Dropped { lines: 1 } => {
             "1 line is missing: the journal could not keep up".to_owned()
         }
@@ -56,20 +56,20 @@ fn render_event(event: &Event) -> String {
         }
         Event::LeaseRequested { request, .. } => {
             let mut line = format!(
-                "`{}` ({}) asks for {}",
+                "`{}` ({}) requests {}",
                 request.tenant,
                 request.class,
                 range(request.min, request.max)
             );
             if request.validate_only {
-                line.push_str(", to know only");
+                line.push_str(", as a query only");
             } else if !request.wait.is_zero() {
                 let _ = write!(line, ", waits up to {}", TimeSpan(request.wait));
             }
             line
         }
         Event::LeaseRequestCancelled { ticket } => {
-            format!("request {} is not waited for any more", ticket.0)
+            format!("request {} was withdrawn", ticket.0)
         }
         Event::LeaseRenewed(LeaseCall { lease, .. }) => {
             format!("lease {} renewed by its holder", lease.0)
@@ -77,10 +77,10 @@ fn render_event(event: &Event) -> String {
         Event::LeaseResizeRequested(LeaseResize {
             lease, min, max, ..
         }) => {
-            format!("lease {} wants {}", lease.0, range(*min, *max))
+            format!("lease {} requests {}", lease.0, range(*min, *max))
         }
         Event::LeaseReleased(LeaseCall { lease, .. }) => {
-            format!("lease {} is to be released", lease.0)
+            format!("release of lease {} requested", lease.0)
         }
         Event::TargetAnswered(TargetAnswered {
             lease,
@@ -98,7 +98,7 @@ fn render_event(event: &Event) -> String {
         Event::HolderLost { lease, pid } => {
             let process =
                 pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
-            format!("{process} that holds lease {} has ended", lease.0)
+            format!("{process}, holder of lease {}, has ended", lease.0)
         }
         Event::EngineInspected { shape } => {
             format!(
@@ -133,7 +133,7 @@ fn render_event(event: &Event) -> String {
             left: Some(left),
             ..
         } => {
-            format!("engine failed: {reason}; reads that hang keep {left}")
+            format!("engine failed: {reason}; hung reads hold {left}")
         }
         Event::EngineActivity {
             requests,
@@ -153,20 +153,20 @@ fn render_event(event: &Event) -> String {
             }
         ),
         Event::EngineCalibrated(by) => format!(
-            "engine takes {} µs to compute on a MiB, {} µs to read one, {} while it computes, and loses {} by that",
+            "engine computes a MiB in {} µs and reads one in {} µs, {} while computing, which slows computing by {}",
             by.compute_ns_per_mib / 1000,
             by.read_ns_per_mib / 1000,
             by.read_busy_ns_per_mib / 1000,
             by.slowed_ns_per_mib / 1000
         ),
         Event::EngineTimed(timing) => format!(
-            "engine read {} tokens in {} ms and wrote {} in {} ms",
+            "engine prefilled {} tokens in {} ms and generated {} in {} ms",
             timing.prompt_tokens,
             timing.prompt_us / 1000,
             timing.answer_tokens,
             timing.answer_us / 1000
         ),
-        Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
+        Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) is ready"),
         Event::WorkerDied { certificate } => {
             format!(
                 "{certificate} [{}, {}]",
@@ -178,11 +178,11 @@ fn render_event(event: &Event) -> String {
             intended,
             cause,
         } => {
-            let asked = if *intended { "as asked" } else { "unasked" };
+            let asked = if *intended { "as requested" } else { "unrequested" };
             format!("worker `{worker}` ended {asked}: {cause}")
         }
         Event::PeakMeasured { worker, peak } => {
-            format!("worker `{worker}` has used {peak} at most")
+            format!("worker `{worker}` has a measured peak of {peak}")
         }
         Event::WorkerActivity { worker, requests } => {
             format!("worker `{worker}` has {}", counted(*requests, "request"))
@@ -196,7 +196,7 @@ fn render_event(event: &Event) -> String {
         Event::WorkerResizeRequested(WorkerResize {
             worker, variant, ..
         }) => {
-            format!("worker `{worker}` is wanted as `{variant}`")
+            format!("worker `{worker}` is requested as `{variant}`")
         }
         Event::WorkerResized(WorkerResized {
             worker,
@@ -223,7 +223,7 @@ fn render_event(event: &Event) -> String {
             client,
             is_running,
         }) => format!(
-            "{}{} wants a KV capacity of {wanted} tokens and needs {needed}",
+            "{}{} requests a KV capacity of {wanted} tokens and needs {needed}",
             if *is_running {
                 "the running answer"
             } else {
@@ -232,10 +232,10 @@ fn render_event(event: &Event) -> String {
             of_client(client.as_deref())
         ),
         Event::OperatorShed { bytes, .. } => {
-            format!("an operator wants {bytes} back from the engine")
+            format!("an operator requests a shed of {bytes}")
         }
-        Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
-        Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),
+        Event::OperatorRegrow { .. } => "an operator requests regrowth".to_owned(),
+        Event::OperatorKvType { kv_type, .. } => format!("an operator requests the KV type {kv_type}"),
         Event::OperatorWorker {
             worker, command, ..
         } => {
@@ -247,43 +247,43 @@ fn render_event(event: &Event) -> String {
             format!("an operator {command} worker `{worker}`")
         }
         Event::Recovered { book, adopted } => format!(
-            "found from the run before: {} and {}",
+            "found from the previous run: {} and {}",
             counted(book.leases.len(), "lease"),
             counted(adopted.len(), "living worker")
         ),
         Event::BookLost { kept } => {
             format!(
-                "the leases of the run before are lost: its book is damaged, and kept as `{kept}`"
+                "the leases of the previous run are lost: its ledger is damaged, and kept as `{kept}`"
             )
         }
         Event::DrainRequested => "a drain is requested".to_owned(),
         Event::DrainCancelled => "an operator ends the drain".to_owned(),
-        Event::OperatorLoad { .. } => "an operator wants the model loaded".to_owned(),
+        Event::OperatorLoad { .. } => "an operator requests a load of the model".to_owned(),
         Event::Reconfigured {
             params, changes, ..
         } => {
             format!(
-                "configuration read again, budget {}: {changes}",
+                "configuration reloaded, budget {}: {changes}",
                 params.budget.bytes()
             )
         }
         Event::ReloadRefused { cause } => {
-            format!("configuration not reloaded, nothing is changed: {cause}")
+            format!("configuration not reloaded, nothing changed: {cause}")
         }
         Event::Resized {
             machine,
             params: Ok(params),
         } => {
             format!(
-                "the budget is {} now, of the {machine}",
+                "the budget changed to {}, of the {machine}",
                 params.budget.bytes()
             )
         }
         Event::Resized {
             machine,
             params: Err(reason),
-        } => format!("no budget follows from the {machine}: {reason}"),
-        Event::DeadlineReached => "a deadline has come".to_owned(),
+        } => format!("no valid budget for the {machine}: {reason}"),
+        Event::DeadlineReached => "a deadline has passed".to_owned(),
     }
 }
 
@@ -314,7 +314,7 @@ pub fn render_action(action: &Action) -> String {
             bytes,
             reason,
             ..
-        } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
+        } => format!("lease {} shrinks to {bytes}: {reason}", lease.0),
         Action::EndLease { lease, end } => format!("lease {lease} {end}"),
         Action::LoadEngine {
             revision,
@@ -332,11 +332,11 @@ pub fn render_action(action: &Action) -> String {
         Action::StopWorker { worker, reason } => format!("stop worker `{worker}`: {reason}"),
         Action::AbortWorker { worker, evidence } => format!("abort worker `{worker}`: {evidence}"),
         Action::ResizeWorker { worker, variant } => {
-            format!("worker `{worker}` may become `{variant}`")
+            format!("worker `{worker}` may switch to `{variant}`")
         }
         Action::Measure { tenant } => format!("measure `{tenant}`"),
         Action::EmptyPagePool { bytes } => {
-            format!("give {bytes} of the GPU's page pool back to the OS")
+            format!("return {bytes} of the GPU's page pool to the OS")
         }
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged(LevelChange { from, to, reason }) => {
@@ -344,7 +344,7 @@ pub fn render_action(action: &Action) -> String {
         }
         Action::InspectModel => "read the header of the model's file".to_owned(),
         Action::ReinspectModel => "read the header of the model's file again".to_owned(),
-        Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
+        Action::StorePeaks { peaks } => format!("store {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighed(weighing),
         Action::Decided { decision } => decision.to_string(),
     }
@@ -353,7 +353,7 @@ pub fn render_action(action: &Action) -> String {
 /// Renders the chosen givers, the more expensive ones, and those spared.
 fn weighed(weighing: &Weighing) -> String {
     let (need, reclaimable) = (weighing.need, weighing.reclaimable);
-    let mut text = format!("weighed {need} of {reclaimable} that could come back");
+    let mut text = format!("weighed candidates: {need} needed of {reclaimable} reclaimable");
     if let Some(mode) = weighing.mode {
         let _ = write!(text, ", {mode}");
     }
@@ -407,7 +407,7 @@ fn lease_words(lease: &LeaseView) -> String {
         range(lease.memory.min, lease.memory.max)
     );
     if let Some(target) = &lease.target {
-        let _ = write!(words, ", asked to come down to {}", target.bytes);
+        let _ = write!(words, ", asked to shrink to {}", target.bytes);
     }
     words
 }
@@ -423,9 +423,9 @@ fn given_back(freed: Bytes, reserved: Bytes) -> String {
     match (freed, reserved) {
         (Bytes::ZERO, Bytes::ZERO) => String::new(),
         (freed, Bytes::ZERO) => format!("{freed} verified back, "),
-        (Bytes::ZERO, reserved) => format!("{reserved} given up that was reserved alone, "),
+        (Bytes::ZERO, reserved) => format!("{reserved} of untouched reservations released, "),
         (freed, reserved) => {
-            format!("{freed} verified back and {reserved} given up that was reserved alone, ")
+            format!("{freed} verified back and {reserved} of untouched reservations released, ")
         }
     }
 }
@@ -493,7 +493,7 @@ mod tests {
         };
         let line = applied(0, 85);
         assert!(
-            line.contains("85 MiB given up that was reserved alone") && !line.contains("verified"),
+            line.contains("85 MiB of untouched reservations released") && !line.contains("verified"),
             "{line}"
         );
         assert!(line.contains("uses 30 MiB of 40 MiB held"), "{line}");

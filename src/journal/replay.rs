@@ -232,7 +232,7 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
         .downcast_ref::<String>()
         .cloned()
         .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
-        .unwrap_or_else(|| "a panic without words".to_owned())
+        .unwrap_or_else(|| "a panic without a message".to_owned())
 }
 
 #[cfg(test)]

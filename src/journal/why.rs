@@ -45,7 +45,7 @@ pub struct Chosen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WhyError {
     /// The line is not in the journal.
-    #[error("line {sequence} is not there; there are {first} to {last} of the last run")]
+    #[error("line {sequence} does not exist; the last run has {first} to {last}")]
     Unknown {
         /// The requested line.
         sequence: u64,
@@ -55,7 +55,7 @@ pub enum WhyError {
         last: u64,
     },
     /// The line does not belong to a decision.
-    #[error("line {sequence} is no event and no action: there is nothing to explain")]
+    #[error("line {sequence} is neither an event nor an action: nothing to explain")]
     NoDecision {
         /// The requested line.
         sequence: u64,

@@ -268,7 +268,7 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         {
             warn!(
                 lines,
-                "the journal has lost lines: its disk was too slow for them"
+                "the journal lost lines: its disk was too slow"
             );
         }
         (self.observer)(entry, &line);
@@ -288,7 +288,7 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         if let Err(error) = result {
             self.lost.failed.fetch_add(1, Ordering::Relaxed);
             if self.is_to_be_logged() {
-                warn!(%error, "cannot write the journal: its lines are lost meanwhile");
+                warn!(%error, "cannot write the journal: lines are lost until it can be written");
             }
         }
     }

@@ -77,7 +77,7 @@ wrapped!(
 #[serde(rename_all = "snake_case")]
 pub enum AdmissionDecision {
     /// Admission of requests stops.
-    #[error("draining: nothing new is admitted")]
+    #[error("draining: new requests are refused")]
     DrainBegun,
     /// Requests are admitted again.
     #[error("the drain has ended: requests are admitted again")]
@@ -111,14 +111,14 @@ pub enum AdmissionDecision {
     #[error("`{tenant}` waits: {denial}")]
     Waits { tenant: String, denial: Denial },
     /// A request needs more than it can get while others keep their memory; it does not block the queue.
-    #[error("`{tenant}` waits for what it cannot have at present: {denial}")]
+    #[error("`{tenant}` cannot be served at present, and waits: {denial}")]
     OutOfReach { tenant: String, denial: Denial },
     /// A worker needs more than it can get while others keep their memory.
     #[error("worker `{worker}` cannot be started: {wait}")]
     StartOutOfReach { worker: String, wait: WorkerWait },
     /// A request is served as a more urgent class after a long wait.
     #[error(
-        "`{tenant}` ({class}) has waited for {} s and is served as {rank} now",
+        "`{tenant}` ({class}) has waited for {} s and is now served as {rank}",
         waited.as_secs()
     )]
     Aged {
@@ -128,10 +128,10 @@ pub enum AdmissionDecision {
         rank: Class,
     },
     /// A request has had its turn as the most urgent class and returns to its own.
-    #[error("`{tenant}` ({class}) has had its turn and waits on")]
+    #[error("`{tenant}` ({class}) waits in its own class again after its turn")]
     TurnOver { tenant: String, class: Class },
     /// A request was withdrawn.
-    #[error("`{tenant}` does not wait any more")]
+    #[error("`{tenant}` no longer waits")]
     Withdrawn { tenant: String },
 }
 
@@ -141,7 +141,7 @@ pub enum AdmissionDecision {
 pub enum GrowthDecision {
     /// Regrown memory was shed again soon, so that the dwell is longer from now on.
     #[error(
-        "what had grown back was shed again after {:.1} s; nothing grows for {:.1} s",
+        "regrown memory was shed again after {:.1} s; no growth for {:.1} s",
         stayed.as_secs_f64(),
         dwell.as_secs_f64()
     )]
@@ -152,7 +152,7 @@ pub enum GrowthDecision {
         dwell: Duration,
     },
     /// A client requests more KV capacity than is available.
-    #[error("a client wants a KV capacity of {wanted} tokens, {present} are planned: {wait}")]
+    #[error("a client requests a KV capacity of {wanted} tokens, {present} are planned: {wait}")]
     CapacityWithheld {
         wanted: Tokens,
         /// Planned KV capacity.
@@ -160,11 +160,11 @@ pub enum GrowthDecision {
         wait: GrowthWait,
     },
     /// Shedding stops: the remaining candidates cost more than the level permits.
-    #[error("{level}: nothing more is shed; what is left costs its users more than this level may")]
+    #[error("{level}: shedding stops; the remaining candidates exceed the cost allowed at this level")]
     EngineSpared { level: PressureLevel },
     /// Nothing is left to shed.
     #[error(
-        "{level}: nothing is left to shed; {unaccounted} is unaccounted, the supervisor itself uses {}",
+        "{level}: nothing left to shed; {unaccounted} is unaccounted, the supervisor itself uses {}",
         own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string())
     )]
     NothingLeft {
@@ -191,7 +191,7 @@ pub enum MemoryDecision {
     /// The memory of the machine, or the limit of a control group around the supervisor, is too small for the running
     /// holders or the configuration.
     #[error(
-        "the {machine} are too little, the budget is {budget}: {reason}; raise the limit or stop what needs it"
+        "the {machine} do not suffice, the budget is {budget}: {reason}; raise the limit or stop holders"
     )]
     TooSmall {
         machine: MachineMemory,

@@ -68,10 +68,10 @@ pub enum Denial {
         lease: String,
     },
     /// A waiting call was replaced by a later one for the same lease.
-    #[error("cannot resize lease {lease}: a later call of its holder has replaced this one")]
+    #[error("cannot resize lease {lease}: superseded by a later call of its holder")]
     Replaced { lease: String },
     /// The lease was granted again: the old generation is void.
-    #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
+    #[error("lease {lease} cannot be changed with generation {generation}: the current one is {current}")]
     StaleGeneration {
         lease: String,
         /// Generation of the caller.
@@ -188,20 +188,20 @@ pub enum Problem {
     #[error("is empty or has control characters")]
     Unprintable,
     /// A name reserved for the supervisor's own holders.
-    #[error("is the name of a holder of ours")]
+    #[error("is reserved for the supervisor")]
     OwnHolder,
     /// A name with the suffixes that distinguish processes of one name.
     #[error("has `{}` or `{}` in it, which distinguish processes of one name", marks.0, marks.1)]
     Marked { marks: (String, String) },
     /// More than the present target of the lease.
-    #[error("is above {target}, to which the lease has been asked to come down")]
+    #[error("is above {target}, the target of the lease")]
     AboveTarget { target: Bytes },
     #[error("is not configured")]
     NotConfigured,
     #[error("no engine is configured")]
     NoEngine,
     /// The engine is loading, or failed to change recently.
-    #[error("the engine is loading, or failed to change a moment ago; it will be kept so later")]
+    #[error("the engine is loading, or its last change failed; it applies with the next plan")]
     EngineBusy,
     #[error("was not applied as plan {revision}: {reason}")]
     NotApplied { revision: u64, reason: String },
@@ -209,14 +209,14 @@ pub enum Problem {
     NotAVariant { known: Vec<String> },
     #[error("is {} and cannot change", state.word())]
     NotReady { state: WorkerState },
-    #[error("is changing to `{variant}`; ask again when it has")]
+    #[error("is changing to `{variant}`; retry afterwards")]
     ChangingTo { variant: String },
     #[error("cannot change at present")]
     CannotChange,
     /// A variant kept because of this error.
     #[error("was kept: {error}")]
     Kept { error: String },
-    #[error("was asked for and not answered within {:.1} s", within.as_secs_f64())]
+    #[error("was requested, without a reply within {:.1} s", within.as_secs_f64())]
     NotAnswered { within: Duration },
     #[error("exited while it changed: {cause}")]
     Exited { cause: String },
@@ -287,14 +287,14 @@ fn lacks(
     };
     let why = spared.as_ref().map(|why| format!(", because it {why}"));
     format!(
-        "cannot shed {asked}: the LLM can give back {reclaimable} of the {held} that it holds{}",
+        "cannot shed {asked}: the LLM can release {reclaimable} of its {held}{}",
         why.unwrap_or_default()
     )
 }
 
 fn no_variant(known: &[String]) -> String {
     if known.is_empty() {
-        "cannot be had: the worker has no variants".to_owned()
+        "is unavailable: the worker has no variants".to_owned()
     } else {
         format!("is not one of its variants: {}", known.join(", "))
     }
@@ -333,8 +333,7 @@ mod tests {
         };
         assert_eq!(
             denial.to_string(),
-            "cannot shed 10 MiB: the LLM can give back 0 B of the 132 MiB that it holds, because it is loading, or failed to \
-             shed a moment ago"
+            "cannot shed 10 MiB: the LLM can release 0 B of its 132 MiB, because it is loading, or its last shed failed"
         );
     }
 
@@ -351,7 +350,7 @@ mod tests {
         assert!(
             variant
                 .to_string()
-                .ends_with("variant: `1h` cannot be had: the worker has no variants"),
+                .ends_with("variant: `1h` is unavailable: the worker has no variants"),
             "{variant}"
         );
     }

@@ -748,7 +748,7 @@ impl Plans {
 const ANSWER_AHEAD: u32 = 128;
 
 /// Remedy after too many failures, or if the model was never read.
-const AGAIN: &str = "`cotenant load` tries it again";
+const AGAIN: &str = "`cotenant load` retries it";
 
 /// Time for which a reserved capacity and the chunk in progress are not reclaimed again.
 const PINNED_FOR: Duration = Duration::from_secs(1);

@@ -422,12 +422,12 @@ pub enum Done {
     /// The plan requested from the engine.
     #[error("{0}")]
     Grows(PlanReason),
-    #[error("worker `{worker}` comes back")]
+    #[error("worker `{worker}` restarts")]
     WorkerReturns { worker: String },
-    #[error("worker `{worker}` goes back to variant `{variant}`")]
+    #[error("worker `{worker}` returns to variant `{variant}`")]
     VariantReturns { worker: String, variant: String },
     /// Growth waits only for the next sample.
-    #[error("what has room grows back with the next sample")]
+    #[error("regrowth starts with the next sample")]
     GrowsWhenSampled,
     /// Everything has its full size.
     #[error("everything has its full size")]
@@ -439,18 +439,18 @@ pub enum Done {
     #[error("the model is loaded, or is being loaded")]
     Loaded,
     /// The model's file is being read.
-    #[error("the model's file is being read; `cotenant status` shows what comes of it")]
+    #[error("the model's file is being read; `cotenant status` shows the result")]
     Inspecting,
     /// KV already has this type.
-    #[error("KV is kept as {0} already")]
+    #[error("the KV type is already {0}")]
     KvIs(KvType),
     /// KV will have this type when the engine is loaded.
-    #[error("KV will be kept as {0} when the engine is loaded")]
+    #[error("the KV type {0} applies when the engine is loaded")]
     KvWhenLoaded(KvType),
     /// KV will have this type once there is room for `more`, or once the ledger has room.
     #[error(
-        "KV will be kept as {kv_type} as soon as {}",
-        more.map_or_else(|| "the book has room".to_owned(), |more| format!("there is room for {more} more"))
+        "the KV type {kv_type} applies as soon as {}",
+        more.map_or_else(|| "the ledger has room".to_owned(), |more| format!("there is room for {more} more"))
     )]
     KvWhenRoom {
         kv_type: KvType,
@@ -458,7 +458,7 @@ pub enum Done {
     },
     /// KV has this type from now on.
     #[error(
-        "KV is kept as {kv_type}: {}, in {:.1} ms; the engine holds {held}, {before} before",
+        "the KV type is now {kv_type}: {}, in {:.1} ms; the engine holds {held}, {before} before",
         kv_given(*before, *held, *freed, *untouched),
         took.as_secs_f64() * 1000.0
     )]

@@ -15,7 +15,7 @@ use cotenant_units::{Bytes, Timestamp};
 
 /// A booking that exceeds the free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot book {asked}: {free} is free")]
+#[error("cannot reserve {asked}: {free} is free")]
 pub(super) struct OverCommit {
     /// Additional bytes requested.
     pub(super) asked: Bytes,
@@ -412,7 +412,7 @@ mod tests {
         let mut ledger = Ledger::new(mib(8), mib(0));
         ledger.book(A, "a", (mib(6), None), at(0)).unwrap();
         let error = ledger.book(B, "b", (mib(6), None), at(0)).unwrap_err();
-        assert_eq!(error.to_string(), "cannot book 6 MiB: 2 MiB is free");
+        assert_eq!(error.to_string(), "cannot reserve 6 MiB: 2 MiB is free");
         assert_eq!(ledger.held(), mib(6));
     }
 

@@ -21,7 +21,7 @@ use cotenant_units::{Bytes, Tokens};
 pub enum ReclaimReason {
     /// A request or a worker's start; `needed` beyond the bytes it holds.
     #[error(
-        "`{tenant}` ({class}) needs {needed} more, {free} is free and {coming_back} is on its way back, of a \
+        "`{tenant}` ({class}) needs {needed} more, {free} is free and {coming_back} is being released, of a \
          {budget} budget"
     )]
     Request {
@@ -42,11 +42,11 @@ pub enum ReclaimReason {
     #[error("an operator asked for {asked}")]
     Operator { asked: Bytes },
     /// The budget was lowered below `held`.
-    #[error("{over} more is held than the budget, which was lowered to {budget}")]
+    #[error("{over} held beyond the budget, which was lowered to {budget}")]
     OverBudget { over: Bytes, budget: Bytes },
     /// Headroom below the watermark; `missing` bytes restore a headroom of `wanted`.
     #[error(
-        "{level}: headroom {headroom} is below {watermark}, {missing} more are to come back for {wanted}"
+        "{level}: headroom {headroom} is below {watermark}, {missing} more to reclaim for {wanted}"
     )]
     Pressure {
         level: PressureLevel,
@@ -110,18 +110,18 @@ pub enum PlanReason {
         change: PlanChange,
     },
     /// An operator requested the KV type of the new plan.
-    #[error("an operator wants KV kept as {}: {change}", change.to.kv_type)]
+    #[error("an operator requests the KV type {}: {change}", change.to.kv_type)]
     KvType { change: PlanChange },
     /// A request needs `wanted` tokens of KV capacity.
-    #[error("a request wants {wanted} tokens of KV capacity: {change}")]
+    #[error("a request needs {wanted} tokens of KV capacity: {change}")]
     Capacity { wanted: Tokens, change: PlanChange },
     /// The full plan takes no more than the one in force.
     #[error("the full plan takes no more than {now}")]
     FullForNothing { now: PlanSize },
     /// Larger prefill chunks: reading `streamed` for each takes longer than computing it.
     #[error(
-        "prompts are read in chunks of {tokens} tokens instead of {before}, for reading the {streamed} that each \
-         streams takes longer than computing: {change}"
+        "prefill in chunks of {tokens} tokens instead of {before}: reading the {streamed} that each streams takes \
+         longer than computing: {change}"
     )]
     Chunk {
         tokens: Tokens,
@@ -140,10 +140,10 @@ pub enum PlanReason {
         change: PlanChange,
     },
     /// Confirmation of the plan in force.
-    #[error("to know what is in force")]
+    #[error("to confirm the plan in force")]
     Confirm,
     /// An earlier request was not answered.
-    #[error("asked before, without an answer")]
+    #[error("requested before, without a reply")]
     Unanswered,
 }
 
@@ -159,19 +159,19 @@ pub enum StopReason {
     #[error("{0}")]
     IgnoredPressure(IgnoredPressure),
     /// It was not ready in time after its start.
-    #[error("it did not answer within {:.1} s", within.as_secs_f64())]
+    #[error("it did not respond within {:.1} s", within.as_secs_f64())]
     NotReady { within: Duration },
     /// It did not end within its grace, and is stopped again.
-    #[error("it has not ended within its grace, and is stopped again")]
+    #[error("it did not stop within its grace, and is stopped again")]
     NotStopped,
     /// It did not confirm a change of variant.
-    #[error("it did not answer within {:.1} s whether it is `{variant}`", within.as_secs_f64())]
+    #[error("it did not confirm `{variant}` within {:.1} s", within.as_secs_f64())]
     NotChanged { variant: String, within: Duration },
     /// It was idle.
-    #[error("it has had nothing to do")]
+    #[error("it was idle")]
     Idle,
     /// It holds more than permitted.
-    #[error("it has outgrown what it may hold")]
+    #[error("it exceeded its limit")]
     Outgrown,
     #[error("an operator asked for it")]
     Operator,
@@ -190,8 +190,8 @@ pub enum StopReason {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(default)]
 #[error(
-    "worker `{worker}` (pid {pid}) {}, its target is {target}, {:.1} s past the deadline: memory is short and it has \
-     not come down; nothing is credited",
+    "worker `{worker}` (pid {pid}) {}, its target is {target}, {:.1} s past the deadline: memory is short and it did \
+     not shrink; nothing is credited",
     still_uses(*used),
     late.as_secs_f64()
 )]
@@ -232,7 +232,7 @@ pub enum LevelReason {
     },
     /// File pages are refaulted at `per_s` per second, for `lasted`.
     #[error(
-        "headroom {headroom} is not plentiful, and {per_s} file pages are read again per second for {:.1} s",
+        "headroom {headroom} is not plentiful, and {per_s} file pages refault per second for {:.1} s",
         lasted.as_secs_f64()
     )]
     Refaults {
@@ -288,7 +288,7 @@ pub enum Confirmation {
     #[error("{count} allocations stalled")]
     Stalls { count: u64 },
     /// Pages scanned by allocating tasks.
-    #[error("{pages} pages scanned by those who allocate")]
+    #[error("{pages} pages scanned by allocating tasks")]
     Scans { pages: u64 },
     #[error("{pages} pages swapped in within {took_ms} ms")]
     SwapIns { pages: u64, took_ms: u64 },
@@ -305,23 +305,23 @@ pub enum SpareReason {
     #[error("{0} is more urgent")]
     MoreUrgent(Class),
     /// It already has a lower target.
-    #[error("is coming down to {to} already")]
+    #[error("is already shrinking to {to}")]
     ComingDown { to: Bytes },
-    #[error("is ending already")]
+    #[error("is already ending")]
     Ending,
     /// The engine is loading, or failed to shed recently.
-    #[error("is loading, or failed to shed a moment ago")]
+    #[error("is loading, or its last shed failed")]
     EngineBusy,
     /// The engine has no KV blocks to give, and its layers cost more than the level permits.
-    #[error("has no KV blocks to give, and its layers cost more than this level may")]
+    #[error("has no KV blocks to shed, and its layers exceed the cost allowed at this level")]
     KeepsLayers,
     /// The engine has nothing left to give.
-    #[error("has given up all that it can")]
+    #[error("has shed all that it can")]
     AllGiven,
     /// Holders of this class, or workers, are reclaimed only while the headroom is Critical.
-    #[error("{0} gives only while the headroom is Critical")]
+    #[error("{0} is reclaimed only while the headroom is Critical")]
     BeforeCritical(Class),
-    #[error("is at its least of {0}")]
+    #[error("is at its minimum of {0}")]
     AtLeast(Bytes),
     #[error("is pinned")]
     Pinned,
@@ -336,11 +336,11 @@ pub enum SpareReason {
         alias = "waits_to_grow",
         alias = "others_suffice"
     )]
-    #[error("was not asked by a rule of an older version")]
+    #[error("was spared by a rule of an older version")]
     Older,
     /// A worker that was needed at once after a stop to make room; not stopped for the remaining time.
     #[error(
-        "was wanted again at once when it was stopped; it is not stopped for {:.0} s",
+        "was needed again right after its last stop; it is not stopped for {:.0} s",
         remaining.as_secs_f64()
     )]
     WantedAgain { remaining: Duration },

@@ -276,22 +276,22 @@ impl fmt::Display for WorkerWait {
         if needs > self.configured {
             write!(
                 f,
-                ", by what it was seen to use, where {} is configured",
+                ", as observed, where {} is configured",
                 self.configured
             )?;
         }
         if !self.is_out_of_reach() {
             return write!(f, ", and {free} is free for it");
         }
-        write!(f, ", and at most {} can ever be had", self.most)?;
+        write!(f, ", and at most {} can become free", self.most)?;
         for (number, (keeper, bytes)) in self.keepers.iter().enumerate() {
             let before = if number == 0 { " while" } else { "," };
             write!(f, "{before} `{keeper}` keeps {bytes}")?;
         }
         f.write_str(if needs > self.configured {
-            "; raise the budget, lower what the others keep, or remove `peaks.json` in the state folder if that was no honest use"
+            "; raise the budget, shrink the others, or remove `peaks.json` in the state folder if the observed use was exceptional"
         } else {
-            "; raise the budget, lower what the others keep, or its `memory.peak`"
+            "; raise the budget, shrink the others, or lower its `memory.peak`"
         })
     }
 }

@@ -18,7 +18,7 @@ pub struct Checkpoint(Box<Arbiter>);
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// Its settings are not valid in this version.
-    #[error("cannot go on from the checkpoint of {at}: its settings are not valid")]
+    #[error("cannot continue from the checkpoint of {at}: its settings are not valid")]
     Params {
         /// Time of the checkpoint.
         at: Timestamp,
@@ -27,7 +27,7 @@ pub enum CheckpointError {
         source: ParamsError,
     },
     /// It is inconsistent, for example edited or damaged.
-    #[error("cannot go on from the checkpoint of {at}: {broken}")]
+    #[error("cannot continue from the checkpoint of {at}: {broken}")]
     Broken {
         /// Time of the checkpoint.
         at: Timestamp,
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(
             error.to_string(),
             format!(
-                "cannot go on from the checkpoint of {}: its settings are not valid",
+                "cannot continue from the checkpoint of {}: its settings are not valid",
                 Timestamp::from_millis(7)
             )
         );

@@ -79,7 +79,7 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     cx.decide(EngineDecision::Unanswered { revision, after });
     cx.engine.plans.pending.remove(&revision);
     cx.engine.plans.doubt(revision, overdue.plan.clone());
-    answer_operators(cx, revision, Err("it does not answer"));
+    answer_operators(cx, revision, Err("it does not respond"));
     if overdue.kind == PlanKind::Shed {
         // It may still be in progress: the dwell counts from the last request.
         cx.state.dwell.begin(cx.state.now);

@@ -20,7 +20,7 @@ pub(super) fn broken(state: &State) -> Option<String> {
         return Some("leases and ledger have different entries".to_owned());
     }
     if let Some(name) = state.leases.past_its_time(state.now) {
-        return Some(format!("lease {name} is past its time"));
+        return Some(format!("lease {name} is past its term"));
     }
     broken_engine(state)
         .or_else(|| broken_worker(state))

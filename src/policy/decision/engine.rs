@@ -92,7 +92,7 @@ pub enum EngineDecision {
         in_force: Option<PlanSize>,
     },
     /// The engine is gone, and its `freed` bytes were removed from the ledger.
-    #[error("the LLM has failed: {reason}; {freed} are off the book; {next}")]
+    #[error("the LLM has failed: {reason}; {freed} removed from the ledger; {next}")]
     Gone {
         reason: String,
         freed: Bytes,
@@ -100,15 +100,15 @@ pub enum EngineDecision {
     },
     /// The running answer has lost its oldest tokens, as its request allows.
     #[error(
-        "the answer has lost {tokens} tokens of its context, the oldest, as its request allows: {in_all} in all"
+        "the answer dropped the {tokens} oldest tokens of its context, as its request allows: {in_all} in all"
     )]
     ContextLost { tokens: u32, in_all: u32 },
     /// The plan in force is unknown; the last known one is sent again.
-    #[error("the plan in force is unknown; asking for the last one that was known")]
+    #[error("the plan in force is unknown; requesting the last known one")]
     Unconfirmed,
     /// A plan was not answered in time, and is sent again.
     #[error(
-        "the engine has not answered plan {revision} within {:.1} s; asking again",
+        "the engine did not reply to plan {revision} within {:.1} s; requesting it again",
         after.as_secs_f64()
     )]
     Unanswered { revision: u64, after: Duration },
@@ -158,13 +158,13 @@ pub enum NextLoad {
     #[error("reading its file again in {:.1} s", .0.as_secs_f64())]
     ReadIn(Duration),
     /// After a change of the file or the settings.
-    #[error("it is not loaded again until that has changed")]
+    #[error("no reload until that changes")]
     NeedsChange,
     /// Not again: it failed too often.
-    #[error("it failed too often and is not loaded again")]
+    #[error("it failed too often and is not reloaded")]
     GivenUp,
     /// After the disk has answered; pending reads keep `left`.
-    #[error("reads that hang keep {left}, and it is inspected again when the disk has answered")]
+    #[error("hung reads hold {left}, and it is inspected again once the disk responds")]
     WaitsForDisk { left: Bytes },
     #[error("there is nothing to load")]
     NothingToLoad,
@@ -193,7 +193,7 @@ impl PlanOutcome {
                 )
             }
             Self::ChunkEnded { credited, freed } => format!(
-                "a chunk of a prompt has ended, and smaller ones follow: engine gave up {credited} in {ms} ms, the kernel \
+                "a prompt chunk ended, and smaller ones follow: engine shed {credited} in {ms} ms, the kernel \
                  shows {freed}: {holds}; {free} is free"
             ),
             Self::Grown => format!("engine has grown in {ms} ms: {holds}; {free} is free"),

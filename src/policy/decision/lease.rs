@@ -17,7 +17,7 @@ use cotenant_units::Bytes;
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
     /// A lease did not fit into the ledger.
-    #[error("`{tenant}`: cannot book {asked}: {free} is free")]
+    #[error("`{tenant}`: cannot reserve {asked}: {free} is free")]
     NotBooked {
         tenant: String,
         asked: Bytes,
@@ -65,7 +65,7 @@ pub enum LeaseDecision {
     },
     /// A measurement shows the target as reached; the freed bytes are credited.
     #[error(
-        "{lease} is down to {stays}, {freed} verified after {} ms: it uses {used}; {free} is free of {budget}",
+        "{lease} shrank to {stays}, {freed} verified after {} ms: it uses {used}; {free} is free of {budget}",
         took.as_millis()
     )]
     Reduced {
@@ -79,7 +79,7 @@ pub enum LeaseDecision {
     },
     /// A holder lowered its lease but was not measured there: it keeps its memory.
     #[error(
-        "{lease} wanted to come down to {target} and {}: it keeps what it holds",
+        "{lease} requested to shrink to {target} and {}: it keeps its memory",
         still_uses(*used)
     )]
     WishNotSeen {
@@ -89,7 +89,7 @@ pub enum LeaseDecision {
     },
     /// An ended lease was removed from the ledger after a reading.
     #[error(
-        "{lease} is off the book with {held}{}; {free} is free of {budget}",
+        "{lease} is removed from the ledger with {held}{}; {free} is free of {budget}",
         unless_zero("; ", *rest, " is still in use and unaccounted")
     )]
     Closed {
@@ -102,17 +102,17 @@ pub enum LeaseDecision {
     },
     /// An ended lease was removed from the ledger after a sample, since its holder cannot be measured.
     #[error(
-        "{lease} has ended and cannot be measured: its {held} are free as far as the last sample shows"
+        "{lease} has ended and cannot be measured: its {held} are free by the last sample"
     )]
     ClosedUnmeasured { lease: LeaseName, held: Bytes },
     /// An ended lease was removed from the ledger without a reading in time; its bytes are unaccounted.
     #[error(
-        "{lease} has ended and was not measured in time: its {held} are unaccounted until it is"
+        "{lease} has ended and was not measured in time: its {held} are unaccounted until then"
     )]
     ClosedUnaccounted { lease: LeaseName, held: Bytes },
     /// An ended lease keeps the bytes that its holder may still take, since the holder has not acknowledged the end.
     #[error(
-        "{lease} has ended unacknowledged: {bytes} stay on the book for {:.1} s at most; {free} is free of {budget}",
+        "{lease} has ended unacknowledged: {bytes} stay in the ledger for {:.1} s at most; {free} is free of {budget}",
         at_most.as_secs_f64()
     )]
     KeptUntilAcknowledged {
@@ -135,7 +135,7 @@ pub enum LeaseDecision {
     },
     /// Leases and workers of the previous run were taken over.
     #[error(
-        "taken over from the run before: {leases} leases, {workers} workers, {held} held of {budget}"
+        "taken over from the previous run: {leases} leases, {workers} workers, {held} held of {budget}"
     )]
     TakenOver {
         leases: usize,
@@ -144,10 +144,10 @@ pub enum LeaseDecision {
         budget: Bytes,
     },
     /// The book of an earlier run arrived too late, and is ignored.
-    #[error("a book of an earlier run comes too late and is not taken over")]
+    #[error("the ledger of an earlier run arrived too late and is not taken over")]
     BookTooLate,
     /// A lease of the previous run was dropped, since a worker now has its name.
-    #[error("lease {lease} is not taken over: a worker has its name now")]
+    #[error("lease {lease} is not taken over: a worker now has its name")]
     NameTaken { lease: LeaseName },
     /// A lease of the previous run was dropped, since it does not fit.
     #[error("lease {lease} is not taken over: its {held} do not fit, {free} is free of {budget}")]
@@ -187,7 +187,7 @@ pub enum LeaseEnd {
 #[serde(rename_all = "snake_case")]
 pub enum NotReduced {
     /// The holder did not answer.
-    #[error("it has not answered")]
+    #[error("it did not reply")]
     Unanswered,
     /// The holder refused.
     #[error("it refused: {reason}")]
@@ -208,10 +208,10 @@ pub enum Claim {
     #[error("it answered `applied`")]
     Applied,
     /// It requested more time.
-    #[error("it asked for more time")]
+    #[error("it requested more time")]
     Deferred,
     /// It lowered its lease itself.
-    #[error("it asked for less itself")]
+    #[error("it requested less itself")]
     Resized,
 }
 
@@ -221,7 +221,7 @@ fn answered(answer: &TargetAnswer, claimed: Option<Bytes>) -> String {
             format!("reports to use {claimed} now; not yet measured")
         }
         (TargetAnswer::Applied, None) => {
-            "reports that it has come down; not yet measured".to_owned()
+            "reports that it has shrunk; not yet measured".to_owned()
         }
         (TargetAnswer::Deferred { overage }, _) => {
             format!("still needs {overage} above its target")

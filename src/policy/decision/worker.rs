@@ -24,7 +24,7 @@ pub enum WorkerDecision {
         budget: Bytes,
     },
     /// The worker is running but does not respond, and is ended.
-    #[error("worker `{worker}` (pid {pid}) does not respond and is ended: {evidence}")]
+    #[error("worker `{worker}` (pid {pid}) does not respond and is killed: {evidence}")]
     Unresponsive {
         worker: String,
         pid: u32,
@@ -62,7 +62,7 @@ pub enum WorkerDecision {
     },
     /// The worker failed, and is restarted after a back-off.
     #[error(
-        "worker `{worker}` starts again in {:.1} s, failure {failures} of {intensity} within {:.0} s",
+        "worker `{worker}` restarts in {:.1} s, failure {failures} of {intensity} within {:.0} s",
         wait.as_secs_f64(),
         window.as_secs_f64()
     )]
@@ -76,7 +76,7 @@ pub enum WorkerDecision {
     },
     /// The worker failed too often, and is not restarted.
     #[error(
-        "worker `{worker}` failed {failures} times within {:.0} s and is left alone; start it by hand",
+        "worker `{worker}` failed {failures} times within {:.0} s and is not restarted; start it by `cotenant start`",
         window.as_secs_f64()
     )]
     GivenUp {
@@ -86,7 +86,7 @@ pub enum WorkerDecision {
     },
     /// The failure would recur, so the worker is not restarted.
     #[error(
-        "worker `{worker}` would end in the same way again and is left alone; start it by hand when its cause is cured"
+        "worker `{worker}` would fail again and is not restarted; remove the cause, then start it by `cotenant start`"
     )]
     NeedsOperator { worker: String },
     /// A request starts the worker.
@@ -101,7 +101,7 @@ pub enum WorkerDecision {
     },
     /// The worker was measured below its lease, which is lowered.
     #[error(
-        "worker `{worker}` uses {used}: its lease comes down by {freed} to {stays}, {free} is free"
+        "worker `{worker}` uses {used}: its lease shrinks by {freed} to {stays}, {free} is free"
     )]
     Settled {
         worker: String,
@@ -112,8 +112,8 @@ pub enum WorkerDecision {
     },
     /// The worker exceeds its bound: it accepts no requests, and is restarted after the running ones.
     #[error(
-        "worker `{worker}` uses {used}, above {above} where it is recycled, and holds {held}: it takes nothing new, \
-         ends its {requests} requests and is restarted"
+        "worker `{worker}` uses {used}, above its recycle limit {above}, and holds {held}: it admits no requests, \
+         completes its {requests} and is restarted"
     )]
     Outgrown {
         worker: String,
@@ -125,7 +125,7 @@ pub enum WorkerDecision {
     },
     /// The worker exceeded its configured peak; from now on the measured peak applies.
     #[error(
-        "worker `{worker}` used {peak}{}, and its start reserved {configured}: from now on its own peak counts",
+        "worker `{worker}` used {peak}{}, and its start reserved {configured}: its own peak applies from now on",
         variant.as_ref().map_or_else(String::new, |name| format!(" in variant `{name}`"))
     )]
     PeakLearned {
@@ -137,7 +137,7 @@ pub enum WorkerDecision {
     },
     /// The worker was killed at the limit of its control group; its next start requires more free memory.
     #[error(
-        "worker `{worker}` was killed at the limit of its group with {had}: from now on {needs} has to be free for it"
+        "worker `{worker}` was killed at its group's limit of {had}: its next start requires {needs}"
     )]
     PeakRaised {
         worker: String,
@@ -146,10 +146,10 @@ pub enum WorkerDecision {
     },
     /// The worker did not shrink when notified, and keeps its memory since it is busy.
     #[serde(alias = "not_smaller")]
-    #[error("{0}; it is at work and keeps what it holds")]
+    #[error("{0}; it is busy and keeps its memory")]
     IgnoresPressure(IgnoredPressure),
     /// The lease is restored to the steady size.
-    #[error("worker `{worker}` may hold its {steady} again")]
+    #[error("worker `{worker}` is restored to its {steady}")]
     Restored { worker: String, steady: Bytes },
     /// The worker has changed its variant.
     #[error(
@@ -174,7 +174,7 @@ pub enum WorkerDecision {
     },
     /// The worker has outlived the previous run, and is taken over.
     #[error(
-        "worker `{worker}` (pid {pid}) has outlived the run before and is taken over with {held}"
+        "worker `{worker}` (pid {pid}) of the previous run is taken over with {held}"
     )]
     TakenOver {
         worker: String,
@@ -188,7 +188,7 @@ pub enum WorkerDecision {
 #[serde(rename_all = "snake_case")]
 pub enum ChangeCause {
     /// Requested by a client or an operator, or returning to an earlier variant.
-    #[error("asked for")]
+    #[error("requested")]
     Asked,
     /// To free memory.
     #[error("{reason}")]

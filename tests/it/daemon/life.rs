@@ -52,7 +52,7 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     );
     let resize = said(&installation.run(&["resize", "ballast", "large"]));
     assert!(
-        resize.contains("cannot be had: the worker has no variants"),
+        resize.contains("is unavailable: the worker has no variants"),
         "{resize}"
     );
     let term = said(&installation.run(&["hold", "vision", "--min", "1MiB", "--term", "1h"]));
@@ -708,7 +708,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     eventually("the event names the client", || {
         installation
             .events()
-            .contains("a request of client `kitchen` wants")
+            .contains("a request of client `kitchen` requests")
     })
     .await;
     // This is not an operator's command: the shed and its dwell stay in force.
@@ -723,7 +723,7 @@ async fn api_keys_are_read_again_and_never_shown() {
             .contains("the dwell after the last shed")
     );
     assert!(
-        !installation.events().contains("an operator allows"),
+        !installation.events().contains("an operator requests regrowth"),
         "{}",
         installation.events()
     );

@@ -190,7 +190,7 @@ async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answe
     assert!(
         installation
             .events()
-            .contains("it is inspected again when the disk has answered")
+            .contains("it is inspected again once the disk responds")
     );
     drop(shut.0);
     daemon.whole().await;

@@ -169,8 +169,8 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     assert_eq!(content(&daemon.ask(COMMAND).await), answer);
     let events = installation.events();
     for words in [
-        "worker `asr` may become `open`",
-        "worker `asr` may become `grammar`",
+        "worker `asr` may switch to `open`",
+        "worker `asr` may switch to `grammar`",
     ] {
         assert!(events.contains(words), "{words}: {events}");
     }

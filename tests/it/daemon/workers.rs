@@ -212,7 +212,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
     assert!(
         installation
             .tell(&["events"])
-            .contains("where it is recycled")
+            .contains("above its recycle limit")
     );
     daemon.end().await;
     installation.replay();

@@ -69,7 +69,7 @@ async fn status_leases_and_events_tell_what_is_there_and_what_happened() {
     let events = run(&daemon, &["events"]).await;
     assert_eq!(code(&events), 0, "{events:?}");
     assert!(
-        stdout(&events).contains("`camera` (interactive) asks for 100 MiB"),
+        stdout(&events).contains("`camera` (interactive) requests 100 MiB"),
         "{}",
         stdout(&events)
     );

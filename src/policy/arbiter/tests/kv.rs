@@ -429,7 +429,7 @@ fn a_shed_of_an_engine_at_its_floor_names_what_the_engine_can_give_and_nothing_o
     let denial = rig.denial();
     assert_eq!(
         denial.to_string(),
-        "cannot shed 100 GiB: the LLM can give back 0 B of the 28 MiB that it holds, because it has given up all that it can"
+        "cannot shed 100 GiB: the LLM can release 0 B of its 28 MiB, because it has shed all that it can"
     );
 }
 
