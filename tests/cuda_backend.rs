@@ -946,7 +946,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
         (
             "FAKE_CUDA_MEMORY",
             less_than(&least, 1),
-            "the GPU does not compute: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
+            "the GPU failed its trial: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
         ),
         (
             "FAKE_CUDA_LARGEST",

@@ -327,9 +327,8 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             rule: "address_absent",
             severity: Severity::Warning,
             text: format!("`{key}: {address}` is not currently an address of this machine"),
-            remedy:
-                "it is served once the machine has it; `ip address` lists present addresses"
-                    .to_owned(),
+            remedy: "it is served once the machine has it; `ip address` lists present addresses"
+                .to_owned(),
         });
     }
     for obstacle in obstacles(&config) {

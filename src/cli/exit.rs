@@ -274,7 +274,8 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
 
 const STILL_RUNNING_HINT: &str = "wait again, or end the drain by `cotenant drain --off`";
 
-const CERTIFICATE_HINT: &str = "present a valid certificate of the fleet's CA with --cert and --key";
+const CERTIFICATE_HINT: &str =
+    "present a valid certificate of the fleet's CA with --cert and --key";
 
 fn call_text(status: &Status) -> String {
     if let Some(why) = refused_certificate(status) {

@@ -191,7 +191,12 @@ async fn create(
     );
     let created = created.await.map_err(|_| global.too_late())??;
     let lease = created.into_inner().lease;
-    lease.ok_or_else(|| CliError::plain("cannot hold a lease: the response contains none", exit::FAILED))
+    lease.ok_or_else(|| {
+        CliError::plain(
+            "cannot hold a lease: the response contains none",
+            exit::FAILED,
+        )
+    })
 }
 
 enum Over {

@@ -233,8 +233,7 @@ pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError>
         let request = global.request(GetStatusRequest {});
         let status = global.call(client.get_status(request)).await?;
         if !status.draining {
-            let error =
-                "the drain was ended by another operator or by a restart of the supervisor";
+            let error = "the drain was ended by another operator or by a restart of the supervisor";
             return Err(CliError::plain(error, exit::REFUSED));
         }
         let Some(running) = status.running_answers else {

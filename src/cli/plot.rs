@@ -58,8 +58,7 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
         let ago = now
             .saturating_sub(Duration::from_micros(last.unix_us))
             .as_secs();
-        let error =
-            format!("cannot plot: no events in this period; the last line is {ago} s old");
+        let error = format!("cannot plot: no events in this period; the last line is {ago} s old");
         return Err(CliError::plain(error, exit::FAILED)
             .with_hint("use a longer --since, or omit it".to_owned()));
     }

@@ -26,10 +26,7 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
         let act = format!("cannot replay `{}`", path.display());
         let contents = output::read_journal(path, act)?;
         if contents.torn {
-            eprintln!(
-                "{}: skipped the incomplete last line",
-                path.display()
-            );
+            eprintln!("{}: skipped the incomplete last line", path.display());
         }
         entries.extend(contents.entries);
     }

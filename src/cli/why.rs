@@ -136,10 +136,7 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         }
         if let Some(deadline) = chosen.deadline {
             let allowed = deadline.saturating_since(chosen.entry.at);
-            figures.push(format!(
-                "due by {deadline}, in {} ms",
-                allowed.as_millis()
-            ));
+            figures.push(format!("due by {deadline}, in {} ms", allowed.as_millis()));
         }
         if !figures.is_empty() {
             let _ = writeln!(text, "                  {}", figures.join(", "));

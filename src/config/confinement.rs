@@ -208,7 +208,10 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
             if let Some(round) = circle(config, &worker.name) {
                 faults.push(Fault::new(
                     format!("workers[{index}].after"),
-                    format!("cyclic order, each waits for the next: {}", round.join(", ")),
+                    format!(
+                        "cyclic order, each waits for the next: {}",
+                        round.join(", ")
+                    ),
                     Some("remove one of them from `after`".to_owned()),
                 ));
                 break;

@@ -18,9 +18,7 @@ impl Config {
         if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
             let hint = match machine.limited_by {
                 None => "omit `budget.total` to use the machine's memory, or lower it",
-                Some(_) => {
-                    "omit `budget.total` to follow the limit, lower it, or raise the limit"
-                }
+                Some(_) => "omit `budget.total` to follow the limit, lower it, or raise the limit",
             };
             let problem = format!("`{total}` is above the {machine}");
             return Err(vec![Fault::new(

@@ -825,10 +825,7 @@ mod tests {
         for (schema, error) in [
             (json!(false), "it is `false`, not an object"),
             (json!({"items": [[1]]}), "it is a list, not an object"),
-            (
-                json!({"$ref": "#"}),
-                "the reference `#` is circular",
-            ),
+            (json!({"$ref": "#"}), "the reference `#` is circular"),
             (
                 json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "null"}),
                 "the reference `#/$defs/b` is circular",

@@ -157,7 +157,8 @@ impl PassedListener {
             || !getsockopt(&fd, sockopt::AcceptConn).map_err(system)?
         {
             return Err(
-                "it does not accept connections; it needs `ListenStream=` and `Accept=no`".to_owned(),
+                "it does not accept connections; it needs `ListenStream=` and `Accept=no`"
+                    .to_owned(),
             );
         }
         let family = getsockname::<SockaddrStorage>(fd.as_raw_fd())

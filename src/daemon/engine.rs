@@ -104,10 +104,7 @@ impl Inspector {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
             if !unused.is_empty() {
-                tracing::info!(
-                    unused = unused.join(", "),
-                    "unused tensors are not loaded"
-                );
+                tracing::info!(unused = unused.join(", "), "unused tensors are not loaded");
             }
             if let Some(written) = without_template {
                 tracing::warn!("the model's file has no chat template: {written}");
@@ -350,9 +347,7 @@ impl EngineDriver {
         let end = tokio::time::Instant::now() + patience;
         while !self.engine.has_ended() {
             if tokio::time::Instant::now() > end {
-                tracing::warn!(
-                    "the engine did not stop within {patience:?}; exiting without it"
-                );
+                tracing::warn!("the engine did not stop within {patience:?}; exiting without it");
                 return;
             }
             tokio::time::sleep(LOOK_EVERY).await;

@@ -302,7 +302,12 @@ mod tests {
             path: PathBuf::from("/run/cotenant"),
             source: io::ErrorKind::AlreadyExists.into(),
         };
-        assert!(folder.hint().unwrap().contains("a file exists at this path"));
+        assert!(
+            folder
+                .hint()
+                .unwrap()
+                .contains("a file exists at this path")
+        );
     }
 
     #[test]

@@ -211,10 +211,7 @@ impl Inheritance {
         // A holder unaware of the end of its lease may use the memory until its own end, but no longer.
         book.ended.retain(&mut is_held);
         if found.closed {
-            tracing::info!(
-                leases = book.leases.len(),
-                "the previous run ended cleanly"
-            );
+            tracing::info!(leases = book.leases.len(), "the previous run ended cleanly");
         } else {
             tracing::warn!(
                 leases = book.leases.len(),

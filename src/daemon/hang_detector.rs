@@ -211,7 +211,7 @@ mod tests {
             .await
             .unwrap();
         assert!(
-            found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"),
+            found.contains("did not transcribe within 30.0 s") && found.contains("3 later probes"),
             "{found}"
         );
         let (control, mut inbox) =

@@ -160,11 +160,7 @@ impl Workers {
             let (worker, variant) = (survivor.worker.clone(), survivor.variant.clone());
             match handle.adopt(survivor).await {
                 Ok(pid) => {
-                    tracing::info!(
-                        worker,
-                        pid,
-                        "worker of an earlier supervisor taken over"
-                    );
+                    tracing::info!(worker, pid, "worker of an earlier supervisor taken over");
                     adopted.push(AdoptedWorker {
                         worker,
                         pid,

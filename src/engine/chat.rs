@@ -387,7 +387,7 @@ pub enum ChatError {
         message: String,
     },
     /// It exceeds its limit of memory or time.
-    #[error("the model's chat template takes more memory or time for it than is allowed")]
+    #[error("the model's chat template exceeds the allowed memory or time")]
     Bound,
     /// The process that computes templates was lost.
     #[error("the text helper failed: {message}")]

@@ -20,7 +20,7 @@ pub struct DiskTimeout(Duration);
 /// The disk did not respond in time.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "cannot read `{what}`: the disk has not answered for {} ms, at most {} ms are waited",
+    "cannot read `{what}`: the disk did not respond for {} ms, the limit is {} ms",
     waited.as_millis(),
     limit.0.as_millis()
 )]

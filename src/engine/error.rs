@@ -128,7 +128,7 @@ pub enum LoadErrorKind {
         problem: String,
     },
     /// A mixture with one tensor for each expert.
-    #[error("each expert has tensors of its own, as files had until April 2024")]
+    #[error("its experts have separate tensors, a format used until April 2024")]
     OldExperts,
     /// An architecture that the engine does not support.
     #[error("architecture `{architecture}` is not supported; supported are {known}")]
@@ -158,13 +158,13 @@ pub enum LoadErrorKind {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// The requested GPU cannot compute it.
-    #[error("no GPU computes it")]
+    #[error("no GPU supports it")]
     Gpu(#[from] Unavailable),
     /// The automatically chosen GPU does not start; the CPU is chosen next.
-    #[error("the GPU that was chosen does not start")]
+    #[error("the selected GPU does not start")]
     GpuLost(#[source] Unavailable),
     /// A model other than the planned one.
-    #[error("it holds another model than when it was looked at")]
+    #[error("it contains a different model than when it was inspected")]
     Replaced,
     /// An empty file.
     #[error("it is empty: it has 0 bytes")]
@@ -312,7 +312,7 @@ pub enum LoadErrorKind {
         hint: &'static str,
     },
     /// Compute threads cannot be started.
-    #[error("cannot start the threads that compute")]
+    #[error("cannot start the compute threads")]
     Threads(#[source] io::Error),
     /// The file ends inside the header.
     #[error("it ends inside `{what}` at byte {at} of {}", file.get())]
@@ -392,7 +392,7 @@ impl LoadErrorKind {
             Self::Damaged { .. } => {
                 Some("fetch the file again, and compare its SHA-256 with the publisher's")
             }
-            Self::Empty => Some("the download has not begun, or has failed: fetch the file again"),
+            Self::Empty => Some("the download did not begin, or failed: fetch the file again"),
             Self::GitLfsPointer => Some(
                 "fetch the model by `git lfs pull` in its repository, or download the file itself",
             ),
@@ -404,15 +404,15 @@ impl LoadErrorKind {
                 "convert the model again, or fetch a newer file of it: its experts share tensors",
             ),
             Self::BigEndian { .. } => {
-                Some("turn a copy of it round with `gguf-convert-endian FILE little`")
+                Some("convert a copy of it with `gguf-convert-endian FILE little`")
             }
             Self::NotFirstPart { .. } => {
                 Some("name the file of the first part, `…-00001-of-….gguf`")
             }
-            Self::Part { .. } => Some(
-                "keep all parts of the model in one folder, under the names that they came with",
-            ),
-            Self::PartName { .. } => Some("give the parts the names back that they came with"),
+            Self::Part { .. } => {
+                Some("keep all parts of the model in one folder, under their original names")
+            }
+            Self::PartName { .. } => Some("restore the original names of the parts"),
             Self::NotGguf { .. } => {
                 Some("point `llm.path` to a .gguf file, not to safetensors or a download page")
             }
@@ -424,12 +424,12 @@ impl LoadErrorKind {
             Self::Text { hint, .. } => Some(*hint),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => {
-                Some("give a text in UTF-8, or the number of tokens that stay")
+                Some("name a text in UTF-8, or the number of tokens to keep")
             }
             Self::Changed { .. } => Some("load it again once the file is complete"),
-            Self::Replaced => Some("it is looked at again, and loaded with a plan of its own"),
+            Self::Replaced => Some("it is inspected again, and loaded with a new plan"),
             Self::Stalled(_) => Some(
-                "see whether the disk, or the server of its mount, answers (`dmesg` says what the kernel knows), then load it again",
+                "check that the disk, or the server of its mount, responds (see `dmesg`), then load it again",
             ),
             Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
             _ => None,
@@ -476,10 +476,10 @@ fn nearest_family(architecture: &str) -> &'static str {
 /// The same for an unsupported type.
 fn nearest_type(dtype: &str) -> &'static str {
     match dtype.get(..3) {
-        Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
-        Some("IQ3") => "take the Q3_K_M file of the same model",
-        Some("NVF" | "Q4_") => "take the Q4_K_M file of the same model",
-        _ => "take the Q4_K_M or Q8_0 file of the same model",
+        Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "use the Q2_K file of the same model",
+        Some("IQ3") => "use the Q3_K_M file of the same model",
+        Some("NVF" | "Q4_") => "use the Q4_K_M file of the same model",
+        _ => "use the Q4_K_M or Q8_0 file of the same model",
     }
 }
 
@@ -598,7 +598,7 @@ impl ApplyError {
 
 /// The remedy for results that are not finite.
 pub(super) const NOT_FINITE_REMEDY: &str =
-    "the weights are damaged: fetch the file again, or take another one";
+    "the weights are damaged: fetch the file again, or use another one";
 
 /// A plan that was not applied as a whole; [`Model::plan`](super::Model::plan) returns the plan in force.
 #[derive(Debug, thiserror::Error)]
@@ -625,7 +625,7 @@ pub enum ApplyError {
     },
     /// A plan that grows into memory that the current chunk still needs.
     #[error(
-        "cannot grow while a prefill chunk of {chunk} tokens is under way, into what one of {wanted} leaves: ask again when it has ended"
+        "cannot grow into the workspace freed by chunks of {wanted} while a prefill chunk of {chunk} tokens is under way: retry later"
     )]
     ChunkUnderWay {
         /// Tokens of the current chunk.

@@ -175,7 +175,7 @@ pub enum PromptError {
     #[error("cannot render the conversation")]
     Chat(#[source] ChatError),
     /// The answer cannot be constrained to the requested form.
-    #[error("cannot hold the answer to its form")]
+    #[error("cannot constrain the answer to its format")]
     Constraint {
         /// Field of the protocol that requested the form.
         field: String,
@@ -194,10 +194,10 @@ pub enum PromptError {
     #[error("cannot continue an empty prompt")]
     Empty,
     /// The text cannot be turned into tokens.
-    #[error("cannot turn the prompt into tokens")]
+    #[error("cannot tokenise the prompt")]
     Encode(#[source] EncodeError),
     /// A sampling setting is out of its range.
-    #[error("cannot sample as asked")]
+    #[error("cannot sample as requested")]
     Sampling(#[source] SamplingError),
     /// A token that is not in the vocabulary.
     #[error("cannot take token {token}: the vocabulary has {vocabulary} tokens")]
@@ -250,32 +250,32 @@ pub enum SubmitError {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
     /// Its deadline passed.
-    #[error("cannot go on with the answer: its deadline passed after {generated} tokens")]
+    #[error("cannot continue the answer: its deadline passed after {generated} tokens")]
     DeadlinePassed {
         /// Tokens generated until then.
         generated: Tokens,
     },
     /// The engine failed.
-    #[error("cannot go on with the answer: the engine failed: {message}")]
+    #[error("cannot continue the answer: the engine failed: {message}")]
     EngineLost {
         /// Description of the failure.
         message: String,
     },
     /// The form of the answer exceeds the limits of its grammar engine.
-    #[error("cannot go on with the answer: its form cannot be followed: {message}")]
+    #[error("cannot continue the answer: its format cannot be continued: {message}")]
     Form {
         /// Message of the library.
         message: String,
     },
     /// The process that computes grammars was lost.
-    #[error("cannot go on with the answer: the text helper failed: {message}")]
+    #[error("cannot continue the answer: the text helper failed: {message}")]
     HelperLost {
         /// Description of the failure.
         message: String,
     },
     /// The KV cache filled up before the whole prompt was in it, because capacity was reclaimed meanwhile.
     #[error(
-        "cannot take in the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens"
+        "cannot prefill the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens"
     )]
     KvFull {
         /// Tokens of the prompt in the KV cache.
@@ -312,6 +312,6 @@ pub enum GenerateError {
         limit: Tokens,
     },
     /// The engine stopped before the answer was complete.
-    #[error("cannot go on with the answer: the engine is stopping")]
+    #[error("cannot continue the answer: the engine is stopping")]
     Stopping,
 }

@@ -189,7 +189,7 @@ pub enum ApplyFailure {
     #[error("cannot apply the plan: the engine is stopping")]
     Stopping,
     /// A later plan arrived before this one's turn.
-    #[error("cannot apply the plan: revision {by} came before its turn")]
+    #[error("cannot apply the plan: revision {by} superseded it")]
     Superseded {
         /// The later plan.
         by: u64,

@@ -210,7 +210,7 @@ fn short(value: f64) -> String {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SampleError {
     /// No logits.
-    #[error("the model gave no logits")]
+    #[error("the model returned no logits")]
     Empty,
     /// A logit is NaN, or none is finite.
     #[error("the logit of token {token} is {value}")]

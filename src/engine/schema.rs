@@ -26,10 +26,10 @@ pub enum ConstraintError {
     #[error("there are no tools to call")]
     NoTools,
     /// Its grammar exceeds its limit of memory or time.
-    #[error("its grammar takes more memory or time to build than is allowed; simplify it")]
+    #[error("its grammar exceeds the allowed memory or time; simplify it")]
     TooLarge,
     /// The client disconnected while it was built.
-    #[error("the client has gone")]
+    #[error("the client disconnected")]
     Gone,
     /// The process that builds grammars cannot be used.
     #[error("the helper process cannot be used: {message}")]

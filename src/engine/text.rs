@@ -320,7 +320,7 @@ impl TextError {
     #[must_use]
     pub const fn hint(&self) -> &'static str {
         match self {
-            Self::Chat(_) => "convert the model again, or take another file of it",
+            Self::Chat(_) => "convert the model again, or use another file of it",
             Self::Tokenizer(error) => error.hint(),
         }
     }

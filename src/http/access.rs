@@ -170,10 +170,7 @@ impl Access {
             None if keyless => Ok(None),
             None => {
                 let (what, hint) = if sent.is_some() {
-                    (
-                        "unknown API key",
-                        "use a key of `http.keys_file`",
-                    )
+                    ("unknown API key", "use a key of `http.keys_file`")
                 } else {
                     (
                         "missing API key",

@@ -147,8 +147,7 @@ impl WireRequest {
         };
         conversation.continues = conversation.ends_with_words_of_the_model();
         if last == Some(Role::Assistant) && !conversation.continues {
-            let problem =
-                "is the role of the last message, which has no text to continue";
+            let problem = "is the role of the last message, which has no text to continue";
             return invalid("messages", "assistant", problem);
         }
         Ok(conversation)
@@ -267,7 +266,8 @@ impl WireRequest {
         let conversation = self.conversation()?;
         let form = self.form(&conversation.tools)?;
         if conversation.continues && form.is_some() {
-            let problem = "is the role of the last message: a continued answer cannot have a format";
+            let problem =
+                "is the role of the last message: a continued answer cannot have a format";
             return invalid("messages", "assistant", problem);
         }
         let sampling = SamplingFields {

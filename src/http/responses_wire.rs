@@ -84,11 +84,7 @@ impl WireRequest {
             return invalid("background", true, nothing_kept);
         }
         if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
-            return invalid(
-                "prompt",
-                prompt,
-                "is not supported: prompts are not stored",
-            );
+            return invalid("prompt", prompt, "is not supported: prompts are not stored");
         }
         refuse_unsupported(&self.unknown)?;
         if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {

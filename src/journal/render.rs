@@ -178,7 +178,11 @@ fn render_event(event: &Event) -> String {
             intended,
             cause,
         } => {
-            let asked = if *intended { "as requested" } else { "unrequested" };
+            let asked = if *intended {
+                "as requested"
+            } else {
+                "unrequested"
+            };
             format!("worker `{worker}` ended {asked}: {cause}")
         }
         Event::PeakMeasured { worker, peak } => {
@@ -235,7 +239,9 @@ fn render_event(event: &Event) -> String {
             format!("an operator requests a shed of {bytes}")
         }
         Event::OperatorRegrow { .. } => "an operator requests regrowth".to_owned(),
-        Event::OperatorKvType { kv_type, .. } => format!("an operator requests the KV type {kv_type}"),
+        Event::OperatorKvType { kv_type, .. } => {
+            format!("an operator requests the KV type {kv_type}")
+        }
         Event::OperatorWorker {
             worker, command, ..
         } => {
@@ -493,13 +499,14 @@ mod tests {
         };
         let line = applied(0, 85);
         assert!(
-            line.contains("85 MiB of untouched reservations released") && !line.contains("verified"),
+            line.contains("85 MiB of untouched reservations released")
+                && !line.contains("verified"),
             "{line}"
         );
         assert!(line.contains("uses 30 MiB of 40 MiB held"), "{line}");
         let line = applied(7, 85);
         assert!(
-            line.contains("7 MiB verified back and 85 MiB given up"),
+            line.contains("7 MiB verified back and 85 MiB of untouched"),
             "{line}"
         );
         assert!(!applied(0, 0).contains("0 B"), "{}", applied(0, 0));

@@ -266,10 +266,7 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         if let Content::Dropped { lines } = entry.content
             && self.is_to_be_logged()
         {
-            warn!(
-                lines,
-                "the journal lost lines: its disk was too slow"
-            );
+            warn!(lines, "the journal lost lines: its disk was too slow");
         }
         (self.observer)(entry, &line);
         line.push('\n');

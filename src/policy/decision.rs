@@ -160,7 +160,9 @@ pub enum GrowthDecision {
         wait: GrowthWait,
     },
     /// Shedding stops: the remaining candidates cost more than the level permits.
-    #[error("{level}: shedding stops; the remaining candidates exceed the cost allowed at this level")]
+    #[error(
+        "{level}: shedding stops; the remaining candidates exceed the cost allowed at this level"
+    )]
     EngineSpared { level: PressureLevel },
     /// Nothing is left to shed.
     #[error(

@@ -71,7 +71,9 @@ pub enum Denial {
     #[error("cannot resize lease {lease}: superseded by a later call of its holder")]
     Replaced { lease: String },
     /// The lease was granted again: the old generation is void.
-    #[error("lease {lease} cannot be changed with generation {generation}: the current one is {current}")]
+    #[error(
+        "lease {lease} cannot be changed with generation {generation}: the current one is {current}"
+    )]
     StaleGeneration {
         lease: String,
         /// Generation of the caller.

@@ -274,11 +274,7 @@ impl fmt::Display for WorkerWait {
         let (needs, free) = (self.needs, self.free);
         write!(f, "it needs {needs}")?;
         if needs > self.configured {
-            write!(
-                f,
-                ", as observed, where {} is configured",
-                self.configured
-            )?;
+            write!(f, ", as observed, where {} is configured", self.configured)?;
         }
         if !self.is_out_of_reach() {
             return write!(f, ", and {free} is free for it");

@@ -24,8 +24,7 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
                 Some(SpareReason::EngineBusy | SpareReason::ComingDown { .. }) => {
                     "try again when `cotenant status` shows no change of the LLM".to_owned()
                 }
-                _ => "stop a worker by `cotenant stop NAME` to release its memory"
-                    .to_owned(),
+                _ => "stop a worker by `cotenant stop NAME` to release its memory".to_owned(),
             })
         }
         Denial::InsufficientMemory {
@@ -69,19 +68,14 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
         Denial::StaleGeneration { .. } => {
             Some("read the lease again, and use its current values".to_owned())
         }
-        Denial::UnknownLease { .. } => {
-            Some("request a new lease".to_owned())
-        }
+        Denial::UnknownLease { .. } => Some("request a new lease".to_owned()),
         Denial::PressureHigh { .. } => {
             Some("let the request wait, or use a more urgent class".to_owned())
         }
-        Denial::StaleSample { .. } => {
-            Some("let the request wait until the next sample".to_owned())
+        Denial::StaleSample { .. } => Some("let the request wait until the next sample".to_owned()),
+        Denial::Draining { .. } => {
+            Some("retry later: `cotenant drain --off` or a restart ends the drain".to_owned())
         }
-        Denial::Draining { .. } => Some(
-            "retry later: `cotenant drain --off` or a restart ends the drain"
-                .to_owned(),
-        ),
         Denial::Invalid {
             problem: Problem::NotBetween { .. },
             ..

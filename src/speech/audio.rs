@@ -321,9 +321,7 @@ pub enum AudioError {
     #[error("not a readable WAV file")]
     Wav(#[source] hound::Error),
     /// Its samples have an unsupported coding.
-    #[error(
-        "WAV coding {coding:#06x} is not supported: use PCM, floating point, A-law or µ-law"
-    )]
+    #[error("WAV coding {coding:#06x} is not supported: use PCM, floating point, A-law or µ-law")]
     Coding {
         /// Number of the coding in the file.
         coding: u16,

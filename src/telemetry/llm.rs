@@ -79,10 +79,7 @@ impl LlmMetrics {
                 "llm_context_tokens",
                 "KV capacity of the plan in force and of the full one",
             ),
-            conversations: table.add(
-                "llm_conversations",
-                "Conversations kept for a later turn",
-            ),
+            conversations: table.add("llm_conversations", "Conversations kept for a later turn"),
             conversation_tokens: table.add(
                 "llm_conversation_tokens",
                 "Tokens of kept conversations, and those of them in blocks that several share",

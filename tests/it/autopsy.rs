@@ -45,7 +45,7 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
         "{said}"
     );
     assert!(
-        said.contains("no GPU computes it") || Path::new("/dev/nvidia0").exists(),
+        said.contains("no GPU supports it") || Path::new("/dev/nvidia0").exists(),
         "{said}"
     );
     let found = report["findings"]

@@ -142,7 +142,11 @@ fn a_model_that_is_not_there_is_answered_with_those_that_are() {
             vec!["b.gguf", "c.txt", "c.gguf"],
             "has `b.gguf`, `c.gguf`\n",
         ),
-        (model("nowhere/a.gguf"), Vec::new(), "` is missing or unreadable"),
+        (
+            model("nowhere/a.gguf"),
+            Vec::new(),
+            "` is missing or unreadable",
+        ),
     ] {
         present
             .iter()
@@ -304,12 +308,7 @@ fn without_arguments_the_commands_are_listed() {
     let (code, _, said) = run(&tempfile::tempdir().unwrap(), &[]);
     assert_eq!(code, Some(2));
     for group in [
-        "Run:",
-        "Use:",
-        "Observe:",
-        "Explain:",
-        "Control:",
-        "Measure:",
+        "Run:", "Use:", "Observe:", "Explain:", "Control:", "Measure:",
     ] {
         assert!(said.contains(group), "{said}");
     }

@@ -298,7 +298,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
         EngineEvent::ApplyFailed { revision, error } => {
             let text = error.to_string();
             assert!(
-                text.contains("cannot read `layer 3`: the disk has not answered"),
+                text.contains("cannot read `layer 3`: the disk did not respond"),
                 "{text}"
             );
             revision
@@ -398,7 +398,7 @@ fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read
         assert!(
             error
                 .to_string()
-                .contains("the disk has not answered for 4000 ms"),
+                .contains("the disk did not respond for 4000 ms"),
             "{error}"
         );
         // Once the end is observed.

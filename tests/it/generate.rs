@@ -119,7 +119,7 @@ fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
     assert_eq!(
         answer.error(),
         GenerateError::Form {
-            message: "no token that the model may say goes on with it".to_owned()
+            message: "no allowed token continues it".to_owned()
         }
     );
     assert_eq!(stage.ask(limited(2, "hi", 2)).text, "xx");

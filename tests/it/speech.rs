@@ -812,7 +812,8 @@ fn a_worker_that_cannot_run_says_what_to_do() {
     );
     assert!(complaint(&["ballast", "400"]).contains("has no unit"));
     assert!(
-        complaint(&["ballast", "1MiB", "--rate", "1KiB"]).contains("below the minimum of 4 KiB per second")
+        complaint(&["ballast", "1MiB", "--rate", "1KiB"])
+            .contains("below the minimum of 4 KiB per second")
     );
     if !speech_is_installed() {
         return;

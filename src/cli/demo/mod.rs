@@ -123,9 +123,7 @@ fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
         Ok(Ok(true)) => ExitCode::SUCCESS,
         Ok(Ok(false)) => ExitCode::FAILURE,
         Ok(Err(code)) => {
-            eprintln!(
-                "error: the demonstration was interrupted; daemon and workers were stopped"
-            );
+            eprintln!("error: the demonstration was interrupted; daemon and workers were stopped");
             ExitCode::from(code)
         }
         Err(problem) => {

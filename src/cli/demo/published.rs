@@ -60,7 +60,9 @@ impl Source {
         if ended.success() {
             Ok(folder)
         } else {
-            Err(format!("`fetch` failed with {ended}; see its message above"))
+            Err(format!(
+                "`fetch` failed with {ended}; see its message above"
+            ))
         }
     }
 }

@@ -160,9 +160,8 @@ impl Coefficients {
     /// Reads the coefficients in `path`; `None` without a file.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
         let cannot = |error: std::io::Error| {
-            let hint = (error.kind() == ErrorKind::PermissionDenied).then(|| {
-                "run as root, or name another file with --calibration".to_owned()
-            });
+            let hint = (error.kind() == ErrorKind::PermissionDenied)
+                .then(|| "run as root, or name another file with --calibration".to_owned());
             CliError::failed(format!("cannot read `{}`", path.display()), error).with_hint(hint)
         };
         let mut text = String::new();

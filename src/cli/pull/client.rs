@@ -266,7 +266,9 @@ fn fault(url: &str, error: ureq::Error) -> Fault {
     };
     let (passes, hint) = match &error {
         ureq::Error::Io(error) if is_certificate(error) => (false, Some(UNVERIFIED)),
-        ureq::Error::RequireHttpsOnly(_) => (false, Some("the server redirects from https to http")),
+        ureq::Error::RequireHttpsOnly(_) => {
+            (false, Some("the server redirects from https to http"))
+        }
         ureq::Error::HostNotFound => (true, Some(UNREACHABLE)),
         // The last one: the connection ended within the head of the response.
         ureq::Error::Io(_)

@@ -384,8 +384,8 @@ impl<'client> Download<'client> {
         });
         let cannot = |error| Fault::Final(cannot("write", &part(&self.path), error));
         let (written, ended) = received.map_err(cannot)?;
-        let (count, written) = written
-            .unwrap_or_else(|_| (0, Err(io::Error::other("the writer thread ended"))));
+        let (count, written) =
+            written.unwrap_or_else(|_| (0, Err(io::Error::other("the writer thread ended"))));
         self.have += count;
         written.map_err(cannot)?;
         ended.map_err(|error| cut(&self.source.url, error))?;

@@ -106,7 +106,7 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
     match inbox.recv().await.unwrap().event {
         Event::EngineFailed { reason, left, .. } => {
             assert_eq!(left, Some(Bytes::from_mib(2)));
-            let reported = "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
+            let reported = "the disk did not respond for 4001 ms, the limit is 4000 ms (hint: check that the disk";
             assert!(reason.contains(reported), "{reason}");
         }
         other => panic!("{other:?}"),
@@ -157,7 +157,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     driver.load(1, floor(&before), Some(before.clone()));
     match inbox.recv().await.unwrap().event {
         Event::EngineFailed { reason, cure, .. } => {
-            assert!(reason.contains("holds another model"), "{reason}");
+            assert!(reason.contains("contains a different model"), "{reason}");
             assert_eq!(cure, Cure::Reread, "it is looked at again");
         }
         other => panic!("{other:?}"),

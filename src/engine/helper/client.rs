@@ -371,10 +371,10 @@ fn is_stopped(process: u32) -> bool {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JobError {
     /// It reached its limit of memory or time.
-    #[error("it takes more memory or time than is allowed for it")]
+    #[error("it exceeds the allowed memory or time")]
     Bound,
     /// Its owner has cancelled it.
-    #[error("the client has gone")]
+    #[error("the client disconnected")]
     Gone,
     /// The helper cannot be started or used.
     #[error("the helper process cannot be used")]

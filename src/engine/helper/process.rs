@@ -246,7 +246,7 @@ fn data_bytes() -> io::Result<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
     kib.map(|kib| kib << 10)
-        .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
+        .ok_or_else(|| io::Error::other("the kernel reports no amount of data"))
 }
 
 /// Makes the allocator map large blocks regardless of earlier frees, so that freeing returns them to the kernel.

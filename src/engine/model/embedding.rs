@@ -50,7 +50,7 @@ impl Pass<'_, '_> {
             };
             row.error(
                 self.model.header.path(),
-                format!("there is no thread to be had: {error}"),
+                format!("no thread is available: {error}"),
             )
         })?;
         let read = loop {

@@ -352,7 +352,7 @@ impl PartFile {
         }
         Err(extent.error(
             &self.path,
-            "the file was written to after it was opened, and still is",
+            "the file was modified after it was opened, and still is",
         ))
     }
 
@@ -376,9 +376,9 @@ impl PartFile {
         let written = since.elapsed() >= WRITTEN_AFTER;
         drop(known);
         let problem = if written {
-            "the file was written to after it was opened, and holds another model now"
+            "the file was modified after it was opened, and now contains a different model"
         } else {
-            "the file was written to after it was opened, and does not hold the same model: wait until it is complete"
+            "the file was modified after it was opened, and contains a different model: wait until it is complete"
         };
         Err(ReadError {
             replaced: written,
@@ -497,7 +497,7 @@ impl PartFile {
         let mut direct = self.direct.is_some();
         while done < wanted {
             if done > 0 && progress.is_given_up() {
-                return Err(extent.error(&self.path, "it is not wanted any more"));
+                return Err(extent.error(&self.path, "it is no longer needed"));
             }
             let (_, rest) = buffer.split_at_mut(done);
             let most = rest.len().min(size.bytes());
@@ -616,7 +616,7 @@ mod tests {
             drop(known);
             let error = file.read_small(&extent, &mut [0; 400]).unwrap_err();
             assert!(
-                error.replaced && error.problem.contains("holds another model now"),
+                error.replaced && error.problem.contains("now contains a different model"),
                 "{error}"
             );
         }

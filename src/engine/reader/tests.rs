@@ -411,7 +411,7 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
     progress.give_up();
     // SAFETY: all of a mapping of our own.
     let error = unsafe { source.read(&extent, target, &progress) }.unwrap_err();
-    assert_eq!(error.problem, "it is not wanted any more");
+    assert_eq!(error.problem, "it is no longer needed");
     let done = memory
         .bytes_mut()
         .iter()

@@ -398,7 +398,7 @@ impl Worker {
             }) if answer.mask.is_some() => {
                 // No sayable token is allowed by the form.
                 return ControlFlow::Break(Err(GenerateError::Form {
-                    message: "no token that the model may say goes on with it".to_owned(),
+                    message: "no allowed token continues it".to_owned(),
                 }));
             }
             Err(SampleError::NotFinite { .. }) => {

@@ -208,10 +208,7 @@ impl Session {
             self.times.used = now;
         }
         if now >= self.times.used + limit {
-            let message = format!(
-                "the session expired: no event for {} s",
-                limit.as_secs()
-            );
+            let message = format!("the session expired: no event for {} s", limit.as_secs());
             let fault = Fault::request(StatusCode::REQUEST_TIMEOUT, "session_expired", message);
             self.outbox.error(&fault, None);
             return Next::Close(CLOSE_NORMAL, "session expired");

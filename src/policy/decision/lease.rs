@@ -101,9 +101,7 @@ pub enum LeaseDecision {
         budget: Bytes,
     },
     /// An ended lease was removed from the ledger after a sample, since its holder cannot be measured.
-    #[error(
-        "{lease} has ended and cannot be measured: its {held} are free by the last sample"
-    )]
+    #[error("{lease} has ended and cannot be measured: its {held} are free by the last sample")]
     ClosedUnmeasured { lease: LeaseName, held: Bytes },
     /// An ended lease was removed from the ledger without a reading in time; its bytes are unaccounted.
     #[error(
@@ -220,9 +218,7 @@ fn answered(answer: &TargetAnswer, claimed: Option<Bytes>) -> String {
         (TargetAnswer::Applied, Some(claimed)) => {
             format!("reports to use {claimed} now; not yet measured")
         }
-        (TargetAnswer::Applied, None) => {
-            "reports that it has shrunk; not yet measured".to_owned()
-        }
+        (TargetAnswer::Applied, None) => "reports that it has shrunk; not yet measured".to_owned(),
         (TargetAnswer::Deferred { overage }, _) => {
             format!("still needs {overage} above its target")
         }

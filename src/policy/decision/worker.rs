@@ -173,9 +173,7 @@ pub enum WorkerDecision {
         used: Option<Bytes>,
     },
     /// The worker has outlived the previous run, and is taken over.
-    #[error(
-        "worker `{worker}` (pid {pid}) of the previous run is taken over with {held}"
-    )]
+    #[error("worker `{worker}` (pid {pid}) of the previous run is taken over with {held}")]
     TakenOver {
         worker: String,
         pid: u32,

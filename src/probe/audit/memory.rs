@@ -67,9 +67,7 @@ fn cma_size(facts: &Facts<'_>) -> Option<Found> {
     let total = facts.meminfo?.cma_total?;
     (total > CMA_STOCK).then_some(())?;
     warning(
-        format!(
-            "the area for contiguous allocations (CMA) has {total}, which the GPU cannot use"
-        ),
+        format!("the area for contiguous allocations (CMA) has {total}, which the GPU cannot use"),
         Cost::Memory(total.saturating_sub(CMA_STOCK)),
         "start with `cma=256M`, unless cameras or encoders need more",
     )

@@ -238,7 +238,12 @@ mod tests {
                 true,
             ),
             (script, libc::EAGAIN, "limit of processes is reached", false),
-            (script, libc::EMFILE, "limit of open files is reached", false),
+            (
+                script,
+                libc::EMFILE,
+                "limit of open files is reached",
+                false,
+            ),
             (
                 script,
                 libc::ENOMEM,

@@ -152,10 +152,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
         "{certificate}"
     );
     let words = installation.tell(&["postmortem", "mouth"]);
-    assert!(
-        words.contains("3 later probes timed out"),
-        "{words}"
-    );
+    assert!(words.contains("3 later probes timed out"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end_after(&["worker does not respond"]).await;
 }

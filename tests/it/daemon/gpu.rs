@@ -281,7 +281,7 @@ async fn a_gpu_that_passes_its_trial_and_does_not_start_is_not_tried_again_by_it
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
     let log = installation.log();
     for message in [
-        "the GPU that was chosen does not start",
+        "the selected GPU does not start",
         "the LLM computes on the CPU",
         "cpu (",
     ] {
@@ -355,7 +355,7 @@ async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_i
     };
     let reported = check(&[]);
     assert!(
-        reported.contains("in one piece and 77 MiB in several may be had"),
+        reported.contains("in one piece and 77 MiB in several can be allocated"),
         "{reported}"
     );
     let again = check(&["--reprobe"]);

@@ -723,7 +723,9 @@ async fn api_keys_are_read_again_and_never_shown() {
             .contains("the dwell after the last shed")
     );
     assert!(
-        !installation.events().contains("an operator requests regrowth"),
+        !installation
+            .events()
+            .contains("an operator requests regrowth"),
         "{}",
         installation.events()
     );

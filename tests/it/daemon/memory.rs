@@ -372,7 +372,10 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
         "{short} {long}"
     );
     let text = installation.events();
-    assert!(text.contains("dropped the 64 oldest tokens of its context"), "{text}");
+    assert!(
+        text.contains("dropped the 64 oldest tokens of its context"),
+        "{text}"
+    );
     daemon.end().await;
 }
 

@@ -148,9 +148,7 @@ async fn one_that_gives_nothing_back_is_named_never_credited_and_stopped() {
     let lease = ask(&daemon).await;
     assert_eq!(lease.held_bytes, 100 * MIB);
     let events = installation.events();
-    let named = events
-        .lines()
-        .find(|line| line.contains("did not shrink"));
+    let named = events.lines().find(|line| line.contains("did not shrink"));
     let named = named.unwrap_or_else(|| panic!("it is not named: {events}"));
     assert!(named.contains(&format!("(pid {pid})")), "{named}");
     assert!(

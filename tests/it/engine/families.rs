@@ -308,11 +308,11 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         Some("use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M")
     );
     for (number, name, hint) in [
-        (40u32, "NVFP4", "take the Q4_K_M file of the same model"),
-        (18, "IQ3_XXS", "take the Q3_K_M file of the same model"),
-        (16, "IQ2_XXS", "take the Q2_K file of the same model"),
-        (19, "IQ1_S", "take the Q2_K file of the same model"),
-        (29, "IQ1_M", "take the Q2_K file of the same model"),
+        (40u32, "NVFP4", "use the Q4_K_M file of the same model"),
+        (18, "IQ3_XXS", "use the Q3_K_M file of the same model"),
+        (16, "IQ2_XXS", "use the Q2_K file of the same model"),
+        (19, "IQ1_S", "use the Q2_K file of the same model"),
+        (29, "IQ1_M", "use the Q2_K file of the same model"),
     ] {
         let mut bytes = fs::read(&file.path).unwrap();
         let tensor = b"blk.2.ffn_up.weight";

@@ -34,7 +34,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("half of the file is gone");
     let error = error.to_string();
-    let reported = ["the file ends", "was written to after it was opened"];
+    let reported = ["the file ends", "was modified after it was opened"];
     assert!(
         reported.iter().any(|problem| error.contains(problem)),
         "{error}"
@@ -122,12 +122,12 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     assert!(
         error
             .to_string()
-            .contains("was written to after it was opened"),
+            .contains("was modified after it was opened"),
         "{error}"
     );
     let grown = model.apply(&plan(0..5, 64, 16)).unwrap_err().to_string();
     assert!(
-        grown.contains("was written to after it was opened"),
+        grown.contains("was modified after it was opened"),
         "{grown}"
     );
 

@@ -181,14 +181,14 @@ pub fn describe() -> String {
         .as_ref()
         .map_or(facts.clone(), |probe| format!("{facts}; {probe}"));
     let tensor_cores = if device.plain() {
-        "; tensor cores are not used: they compute something else"
+        "; tensor cores are not used: their results differ"
     } else {
         ""
     };
     let graphs = if device.trial.graphs {
         ""
     } else {
-        "; launches are not captured as graphs: a graph fails or computes something else"
+        "; launches are not captured as graphs: a graph fails, or its results differ"
     };
     format!("{facts}{tensor_cores}{graphs}")
 }

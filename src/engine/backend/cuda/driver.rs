@@ -223,8 +223,8 @@ impl Driver {
         })?;
         let starts = |error: CudaError| {
             Unavailable::new(
-                format!("the driver does not start: {error}"),
-                "see `dmesg` and the rights of /dev/nv*",
+                format!("cannot initialise the driver: {error}"),
+                "check `dmesg` and the permissions of /dev/nv*",
             )
         };
         // SAFETY: the only defined flags.

@@ -516,7 +516,7 @@ impl std::fmt::Debug for Gpu {
 fn lost(error: CudaError) -> Unavailable {
     Unavailable::new(
         format!("the GPU cannot be used: {error}"),
-        "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
+        "check `dmesg` and the holders of its memory, or set `llm.device: cpu`",
     )
 }
 

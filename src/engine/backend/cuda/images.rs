@@ -23,7 +23,7 @@ pub(super) fn for_capability(
     let image = unpacked(packed).map_err(|problem| {
         Unavailable::new(
             format!("the kernels in this program are damaged ({name}: {problem})"),
-            "install cotenant again",
+            "reinstall cotenant",
         )
     })?;
     Ok((image, name))

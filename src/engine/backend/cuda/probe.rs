@@ -244,7 +244,7 @@ impl std::fmt::Display for Probe {
         let Self { speed, room, .. } = self;
         write!(
             formatter,
-            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us{}; {} in one piece and {} in several may be had",
+            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us{}; {} in one piece and {} in several can be allocated",
             gigabytes(speed.device),
             gigabytes(speed.mapped),
             speed.launch.as_secs_f64() * 1e6,

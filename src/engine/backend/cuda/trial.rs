@@ -114,8 +114,8 @@ impl Speed {
 
 pub(super) fn refused(error: &dyn std::error::Error) -> Unavailable {
     Unavailable::new(
-        format!("the GPU does not compute: {error}"),
-        "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
+        format!("the GPU failed its trial: {error}"),
+        "check `dmesg` and the holders of its memory, or set `llm.device: cpu`",
     )
 }
 

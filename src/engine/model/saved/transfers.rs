@@ -158,7 +158,7 @@ impl Transfers {
         }
         if self.hangs() {
             let limit = DISK_TIMEOUT.as_secs();
-            let problem = format!("the disk has not answered for {limit} s");
+            let problem = format!("the disk did not respond for {limit} s");
             return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
         }
         Ok(None)

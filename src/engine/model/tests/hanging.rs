@@ -142,7 +142,7 @@ fn an_embedding_that_does_not_come_ends_its_request_and_the_next_one_at_once() {
         let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
         let text = error.to_string();
         assert!(
-            text.starts_with("cannot read `token_embd.weight`: the disk has not answered for"),
+            text.starts_with("cannot read `token_embd.weight`: the disk did not respond for"),
             "{text}"
         );
         model.reset();
@@ -173,7 +173,7 @@ fn growing_on_a_disk_that_hangs_fails_in_time_and_keeps_no_more_however_often_it
     for turn in 0..6 {
         let error = model.apply(&plan(0..5)).unwrap_err().to_string();
         assert!(
-            error.starts_with("cannot read `") && error.contains("the disk has not answered for"),
+            error.starts_with("cannot read `") && error.contains("the disk did not respond for"),
             "{error}"
         );
         let held = model.breakdown();
@@ -194,7 +194,7 @@ fn growing_on_a_disk_that_hangs_fails_in_time_and_keeps_no_more_however_often_it
     );
     let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
     assert!(
-        error.to_string().contains("the disk has not answered for"),
+        error.to_string().contains("the disk did not respond for"),
         "{error}"
     );
     disk.hang(false);
@@ -257,7 +257,7 @@ impl Source for Slow {
             |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
         while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
             if progress.is_given_up() {
-                return Err(extent.error(Path::new(""), "it is not wanted any more"));
+                return Err(extent.error(Path::new(""), "it is no longer needed"));
             }
             thread::sleep(Duration::from_millis(1));
             progress.note();

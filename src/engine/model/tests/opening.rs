@@ -102,10 +102,10 @@ fn logits(path: &Path) -> Vec<f32> {
 fn is_reported(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
     assert!(
-        text.contains(what) && text.contains("the disk has not answered for "),
+        text.contains(what) && text.contains("the disk did not respond for "),
         "{text}"
     );
-    assert!(text.ends_with("at most 1000 ms are waited"), "{text}");
+    assert!(text.ends_with("the limit is 1000 ms"), "{text}");
     assert!(error.hint().unwrap().contains("the disk"));
     let left = error.hung().unwrap();
     assert!(left.hangs() && left.hung() >= STALL);
