@@ -1,4 +1,4 @@
-// One module of all kernels: what is compiled for devices.
+// Single module of all kernels, as compiled for devices.
 #include "products.cu"
 #include "layers.cu"
 #include "attention.cu"

@@ -1,10 +1,10 @@
 // Attention of queries over the blocks of a KV cache.
 //
-// Rows are queries of all heads that share a key head, token by token, in tiles of 4 (a token or two) or 16 (prompts). A part is the
-// 64 tokens of a block of the cache, a span eight parts, from fixed positions. Eight warps divide a part's tokens: lanes hold eight
-// elements of a row each, L of them a row, and every L lanes go through a chain of L / 4 tokens. A score is the sum of its lanes, by
-// halves; a part's values are the sums of its chains; parts of a span, and spans, are joined in their order. So the bits depend
-// neither on the chunk, nor on the tile, nor on how many parts a block computes: one, a span, or all.
+// Rows are the queries of all heads that share a key head, token by token, in tiles of 4 (one or two tokens) or 16 (prompts). A part is
+// one block of the cache, 64 tokens; a span is eight parts; both start at fixed positions. Eight warps divide the tokens of a part:
+// each lane holds eight elements of a row, L lanes hold a row, and each group of L lanes processes a chain of L / 4 tokens. A score is
+// a pairwise sum over its lanes; the values of a part are the sums of its chains; parts and spans are joined in order. Hence results are
+// bit-identical for any chunk, any tile, and any number of parts per block: one, a span, or all.
 #include "cells.cuh"
 #include "copies.cuh"
 
@@ -14,21 +14,21 @@
 #define THREADS (WARPS * 32)
 
 struct Attend {
-  const float* query; const float* query_back;       // turned queries; the same turned back by the gap, or null
+  const float* query; const float* query_back;       // rotated queries; the same rotated back by the gap, or null
   const uint64_t* blocks; const uint32_t* position;
-  float* partial;                                     // of each token, head and block: `dim` values; behind all of them maximum and weight
+  float* partial;                                     // per token, head and block: `dim` values; followed by all maxima and weights
   uint64_t key_offset, value_offset;
-  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, run;         // window 0: none; run: parts of a block, 0: all of them
+  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, run;         // window 0: none; run: parts per block, 0: all
   float scale; uint32_t unused;
 };
 
-// Joins a part that comes behind others: factors of what was there, and of the part. The first one is taken as it is, as e^0 is 1.
+// Joins a later part: computes the factors of the earlier result and of the part. The first part is unchanged, since e^0 is 1.
 DEVICE void joined(float& most, float& weight, float other_most, float other_weight, float& old, float& fresh) {
   const float top = fmaxf(most, other_most);
   old = most == LEAST ? 0.0f : exp_of(most - top); fresh = other_most == LEAST ? 0.0f : exp_of(other_most - top);
   most = top; weight = fmaf(weight, old, other_weight * fresh);
 }
-// A softmax so far: greatest score, sum of weights and of weighted values, N of them.
+// State of an online softmax: maximum score, sum of weights, and N sums of weighted values.
 template <int N> struct Fold {
   float most, weight, v[N];
   DEVICE void clear() {
@@ -52,7 +52,7 @@ DEVICE void load_eight(const float* first, const float* second, float (&v)[8]) {
 }
 DEVICE void store_four(float* p, float a, float b, float c, float d) { store16(p, make_uint4(as_bits(a), as_bits(b), as_bits(c), as_bits(d))); }
 
-// Eight elements of a row as they lie: f16 in four words; of other types bytes in two words, and their scale.
+// Eight elements of a row in cache format: f16 in four words; for other types, bytes in two words and their scale.
 template <bool HALVES> struct Cells {
   uint32_t at, scale, second, shift, second_shift, mask; float minus;
   DEVICE Cells(uint32_t kind, uint32_t element, uint32_t dim) {
@@ -60,7 +60,7 @@ template <bool HALVES> struct Cells {
     if (HALVES) { at = element * 2u; return; }
     scale = group * cell_group_bytes(kind, 32u);
     const bool four = kind == CELL_Q4;
-    // The upper four bits are those of the second half of a group, which is a multiple of four.
+    // The upper four bits store the second half of a group; half a group is a multiple of four elements.
     const bool upper = four && i >= half, second_upper = four && i + 4u >= half;
     at = scale + 2u + i - (upper ? half : 0u); second = scale + 2u + i + 4u - (second_upper ? half : 0u);
     shift = upper ? 4u : 0u; second_shift = second_upper ? 4u : 0u;
@@ -82,7 +82,7 @@ template <bool HALVES> struct Cells {
   }
 };
 
-// Half of the sums go to the lane that differs in a bit: those of its number.
+// Exchanges half of the sums with the lane that differs in `bit`: each lane keeps the half selected by its own bit.
 DEVICE float exchanged(float low, float high, int bit) {
   const bool upper = threadIdx.x & bit;
   return (upper ? high : low) + __shfl_xor_sync(ALL, upper ? low : high, bit);
@@ -94,7 +94,7 @@ template <int M, int N> DEVICE void exchange_halves(float (&sums)[N]) {
     exchange_halves<M / 2>(sums);
   }
 }
-// The dot products of L / 4 tokens, of which `count` are there, with four rows, of each L lanes: a lane gets the one whose number, 4 * token + row, is its own.
+// Dot products of four rows with L / 4 tokens, `count` of them present, per group of L lanes; lane 4 * token + row receives that product.
 template <int L, bool HALVES> DEVICE float dots(const Cells<HALVES>& cells, const uint8_t* keys, uint32_t row_bytes, uint32_t count, const float (&query)[4][8]) {
   float sums[L / 2];
 #pragma unroll
@@ -119,7 +119,7 @@ template <int L, bool HALVES> DEVICE float dots(const Cells<HALVES>& cells, cons
   exchange_halves<L / 4>(sums);
   return sums[0];
 }
-// Over the eight tokens of a warp: of lanes that have the same row.
+// Reductions over the eight tokens of a warp, among lanes with the same row.
 DEVICE float tokens_max(float v) {
 #pragma unroll
   for (int m = 16; m > 2; m >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL, v, m));
@@ -130,7 +130,7 @@ DEVICE float tokens_sum(float v) {
   for (int m = 16; m > 2; m >>= 1) v += __shfl_xor_sync(ALL, v, m);
   return v;
 }
-// One chain: the weighted values of a token, to those of the tokens before.
+// Adds the weighted values of a token to its chain.
 DEVICE void weigh(const float* weights, const float (&v)[8], float (&chain)[4][8]) {
   const float4 p = load_floats(weights);
   const float four[4] = {p.x, p.y, p.z, p.w};
@@ -146,7 +146,7 @@ DEVICE void clear(float (&chain)[4][8]) {
     for (int e = 0; e < 8; e++) chain[r][e] = 0.0f;
 }
 
-// Rows of a warp's tokens into shared memory as they lie, from an address that is a multiple of 16.
+// Copies the rows of a warp's tokens to shared memory unchanged, from an address that is a multiple of 16.
 DEVICE void bring(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   const uint32_t lane = threadIdx.x & 31u, rest = bytes & 15u;
 #pragma unroll 2
@@ -155,22 +155,22 @@ DEVICE void bring(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   copies_commit();
 }
 
-// What all blocks of a tile of `tile` rows know of their place.
+// Position of a block within a tile of `tile` rows.
 template <int L> struct Place {
   uint32_t lane, warp, group, unit, first_token, kv_head, row_bytes, sharing, first_row, count, position, seen_end, unseen, part_from, part_to;
   DEVICE Place(const Attend& job, uint32_t tile) {
     lane = threadIdx.x & 31u; warp = threadIdx.x >> 5; group = lane / L; unit = lane % L;
-    first_token = (warp * (32 / L) + group) * (L / 4);                                              // of this lane's chain in a part
+    first_token = (warp * (32 / L) + group) * (L / 4);                                              // start of this lane's chain in a part
     kv_head = blockIdx.x; row_bytes = cell_row_bytes(job.kind, job.dim); sharing = job.heads / job.kv_heads;
     const uint32_t rows = job.tokens * sharing;
     first_row = blockIdx.y * tile; count = min(tile, rows - first_row); position = job.position[0];
-    seen_end = position + (first_row + count - 1u) / sharing + 1u;                                  // by the last row
-    const uint32_t first_end = position + first_row / sharing + 1u;                                 // by the first one
+    seen_end = position + (first_row + count - 1u) / sharing + 1u;                                  // end of the tokens seen by the last row
+    const uint32_t first_end = position + first_row / sharing + 1u;                                 // by the first row
     unseen = job.window && first_end > job.window ? first_end - job.window : 0u;
     const uint32_t all = (seen_end + PART - 1u) / PART;
     part_from = max(unseen / PART, job.run * blockIdx.z); part_to = job.run ? min(all, job.run * (blockIdx.z + 1u)) : all;
   }
-  // How many rows are there of the `some` tokens from `first` on.
+  // Number of visible tokens among the `some` tokens from `first` on.
   DEVICE uint32_t there(uint32_t first, uint32_t some) const { return first + some <= unseen || first >= seen_end ? 0u : min(some, seen_end - first); }
   DEVICE bool sees(const Attend& job, uint32_t row, uint32_t token) const {
     const uint32_t end = position + (first_row + row) / sharing + 1u, begin = job.window && end > job.window ? end - job.window : 0u;
@@ -179,12 +179,12 @@ template <int L> struct Place {
   DEVICE const uint8_t* rows_of(const Attend& job, uint32_t part, uint64_t offset) const {
     return (const uint8_t*)job.blocks[part] + offset + (size_t)(kv_head * PART + warp * 8u) * row_bytes;
   }
-  DEVICE size_t head_of(const Attend& job, uint32_t row) const {                                    // among all tokens'
+  DEVICE size_t head_of(const Attend& job, uint32_t row) const {                                    // index among the heads of all tokens
     const uint32_t at = first_row + row;
     return (size_t)(at / sharing) * job.heads + kv_head * sharing + at % sharing;
   }
   DEVICE size_t slot(const Attend& job, uint32_t row) const { return head_of(job, row) * gridDim.z + blockIdx.z; }
-  // An unseen part has a maximum below all, and zeros.
+  // An invisible part has the maximum LEAST, and zeros.
   template <int N> DEVICE void put(const Attend& job, uint32_t row, uint32_t element, const Fold<N>& fold) const {
     const size_t at = slot(job, row);
     if (element < job.dim) {
@@ -199,18 +199,18 @@ template <int L> struct Place {
 };
 
 struct Few { float tops[WARPS][4], weights[WARPS][4]; uint4 shares[WARPS * 8]; };
-// Tiles of four rows. `memory`: keys and values as they lie, fetched at once.
+// Tiles of four rows. `memory`: keys and values in cache format, fetched together.
 template <int L, bool HALVES> DEVICE void attend_few(const Attend& job, float* memory, Few& shared) {
   const Place<L> here(job, 4u);
   const uint32_t lane = here.lane, warp = here.warp, element = here.unit * 8u, token = here.unit >> 2, row = here.unit & 3u;
   const bool inside = element < job.dim;
   const Cells<HALVES> cells(job.kind, element, job.dim);
   float* shares = (float*)shared.shares;
-  // Sums of a row's four columns are of one thread.
+  // One thread sums four columns of a row.
   const uint32_t my_row = threadIdx.x / (L * 2), my_four = threadIdx.x % (L * 2), my_element = my_four % L * 8u + my_four / L * 4u;
   Fold<4> span, total;
   span.clear(); total.clear();
-  // A warp's keys and values are its own. Its values lie where its chains will.
+  // Each warp has its own keys and values. Its chains later overwrite its values.
   float* chains = memory + WARPS * L * 32;
   uint8_t *keys = (uint8_t*)(memory + warp * (L * 32)), *values = (uint8_t*)(chains + warp * 1024);
   float query[4][8];
@@ -297,10 +297,10 @@ template <int L, bool HALVES> DEVICE void attend_few(const Attend& job, float* m
 }
 
 struct Many { float tops[WARPS][16], weights[WARPS][16]; };
-// Tiles of 16 rows, four at a time. `memory`: queries as floats, values and keys as they lie. Where a warp's keys have been lie the
-// weights of its tokens, 16 of each, and two rows of sums that it hands to another warp. Two blocks fit a processor with 164 KiB.
+// Tiles of 16 rows, four at a time. `memory`: queries as floats; values and keys in cache format. A warp's keys are overwritten by the
+// weights of its tokens, 16 each, and by two rows of sums for another warp. Two blocks fit a multiprocessor with 164 KiB.
 template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* memory, Many& shared) {
-  constexpr int GROUPS = 32 / L, OWN = 2 / GROUPS, KEYS = L * 8;                                   // units of a warp's keys
+  constexpr int GROUPS = 32 / L, OWN = 2 / GROUPS, KEYS = L * 8;                                   // 16-byte units of a warp's keys
   const Place<L> here(job, 16u);
   const uint32_t lane = here.lane, warp = here.warp, unit = here.unit, element = unit * 8u, token = unit >> 2, row = unit & 3u;
   const bool inside = element < job.dim;
@@ -310,7 +310,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
   uint8_t* values = (uint8_t*)(memory + 16 * L * 8);
   auto share = [&](uint32_t of_token) { return (float*)(keys + of_token / 8u * KEYS) + of_token % 8u * 16u; };
   auto exchange = [&](uint32_t of_warp, uint32_t among) { return (float*)(keys + of_warp * KEYS) + 128 + among * (L * 8) + unit * 4u; };
-  // The sums of two rows are of one warp in the end: those of one lane in each group, where there are two.
+  // Each warp finally owns the sums of two rows; with two groups, one row per group.
   const uint32_t quad = warp & 3u, half = warp >> 2;
   Fold<8> span[OWN];
   float total_most[OWN], total_weight[OWN];
@@ -396,7 +396,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
         for (int e = 0; e < 8; e++) sums[r][e] += __shfl_xor_sync(ALL, sums[r][e], 16);
     }
     if (quad * 4u < here.count) {
-      // The other half's warp has the other two rows in the end.
+      // The warp of the other half finally owns the other two rows.
 #pragma unroll
       for (int o = 0; o < OWN; o++) {
         const uint32_t among = GROUPS == 2 ? here.group : o;
@@ -425,7 +425,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
         for (int e = 0; e < 8; e++) other[e] += kept[o][e];
         span[o].add(most, weight, other);
         if ((part + 1u) % SPAN == 0u || part + 1u == here.part_to) {
-          // Spans before lie where this thread has put them.
+          // Earlier spans are where this thread stored them.
           if (inside && total_most[o] != LEAST) {
             float old, fresh;
             joined(total_most[o], total_weight[o], span[o].most, span[o].weight, old, fresh);
@@ -463,20 +463,20 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
   if (job.kind == CELL_F16) attend_many<L, true>(job, (float*)memory, shared); else attend_many<L, false>(job, (float*)memory, shared); } SIMT_EXPORT(name)
 FEW(attend_few_128, 16) FEW(attend_few_256, 32) MANY(attend_128, 16, 1) MANY(attend_256, 32, 2)
 
-// Joins the parts of a head, divides by the weight, applies the gate, and makes the copies that the next product takes.
+// Joins the parts of a head, divides by the weight, applies the gate, and writes the copies for the next product.
 struct Join {
-  const float* partial; const float* gate;            // gate: or null
+  const float* partial; const float* gate;            // gate: nullable
   Copies to;
   const uint32_t* position;
-  uint32_t heads, dim, groups, gate_stride, gate_step, run;             // groups: blocks of a head; run: as in Attend
+  uint32_t heads, dim, groups, gate_stride, gate_step, run;             // groups: blocks per head; run: as in Attend
 };
-// 256 columns of a block whose warps take a span each, or of each warp where there is nothing to join.
+// 256 columns per block, each warp joining a span; without parts to join, 256 columns per warp.
 extern "C" __global__ void __launch_bounds__(THREADS) attend_join(const Join job) {
   __shared__ uint4 spans[WARPS][64]; __shared__ float mosts[WARPS][32], weights[WARPS][32];
   const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, token = blockIdx.y, dim = job.dim;
   const uint32_t chunk = job.groups == 1u ? blockIdx.x * WARPS + warp : blockIdx.x;
   if (chunk * 256u >= job.to.columns) return;
-  const uint32_t at = chunk * 256u + lane * 8u;                        // a head is a multiple of eight: one head for eight elements
+  const uint32_t at = chunk * 256u + lane * 8u;                        // head sizes are multiples of eight, so eight elements belong to one head
   const bool inside = at < job.to.columns;
   const uint32_t head = at / dim, element = at % dim;
   const size_t slot = ((size_t)token * job.heads + head) * job.groups;

@@ -1,4 +1,4 @@
-// Rows of the KV cache as the CPU backend stores them (cpu/cells.rs), to the byte: groups of 32 elements share a scale.
+// Rows of the KV cache, byte-identical to those of the CPU backend (cpu/cells.rs): groups of 32 elements share a scale.
 #pragma once
 #include "subset.cuh"
 
@@ -23,14 +23,14 @@ DEVICE float read_cell(uint32_t kind, const uint8_t* row, uint32_t at, uint32_t 
   const int four = i < half ? bytes[2u + i] & 15 : bytes[2u + i - half] >> 4;
   return ((float)four - 8.0f) * scale;
 }
-// A group of `count` elements, one of each lane, zero in lanes behind them. All lanes call it.
+// Writes a group of `count` elements, one per lane; further lanes pass zero. All lanes call it.
 DEVICE void write_cells(uint32_t kind, float v, uint32_t count, uint8_t* group) {
   const uint32_t lane = threadIdx.x & 31u;
   if (kind == CELL_F16) {
     if (lane < count) *(uint16_t*)(group + 2u * lane) = (uint16_t)half_of(v);
     return;
   }
-  // The ends of the group and zero; what is no number does not count.
+  // Minimum and maximum of the group and zero; NaN is ignored.
   float least = v < 0.0f ? v : 0.0f, most = v > 0.0f ? v : 0.0f;
 #pragma unroll
   for (int m = 16; m > 0; m >>= 1) { least = fminf(least, __shfl_xor_sync(ALL, least, m)); most = fmaxf(most, __shfl_xor_sync(ALL, most, m)); }

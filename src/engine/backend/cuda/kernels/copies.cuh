@@ -1,20 +1,20 @@
-// Activations in the formats that products take, by the CPU backend's rule (cpu/quant.rs): scales and bytes are the same.
+// Activations in the input formats of products, with the same scales and bytes as in the CPU backend (cpu/quant.rs).
 //
-// A token's copies lie one behind the other, each from a multiple of 16 bytes on: floats; Q8_K as bytes, 16-bit sums of 16 bytes
-// and a scale of 256 bytes; Q8_0 the same with a scale of 32; f16; bf16. Only those in `formats` are there.
+// The copies of a token are consecutive, each aligned to 16 bytes: floats; Q8_K as bytes, 16-bit sums of 16 bytes each and a scale
+// per 256 bytes; Q8_0 the same with a scale per 32; f16; bf16. Only those in `formats` are present.
 #pragma once
 #include "subset.cuh"
 
 enum Format { FORMAT_F32 = 1, FORMAT_Q8K = 2, FORMAT_Q8_0 = 4, FORMAT_F16 = 8, FORMAT_BF16 = 16 };
 
-struct Copies { uint8_t* base; uint32_t formats, columns, stride, unused; };    // stride: bytes from a token to the next one
+struct Copies { uint8_t* base; uint32_t formats, columns, stride, unused; };    // stride: bytes from one token to the next
 
 DEVICE uint32_t format_bytes(uint32_t format, uint32_t columns) {
   const uint32_t bytes = format == FORMAT_F32 ? 4 * columns : format == FORMAT_Q8K ? columns + columns / 8 + columns / 64
     : format == FORMAT_Q8_0 ? columns + columns / 8 + columns / 8 : 2 * columns;
   return (bytes + 15u) & ~15u;
 }
-// Where the copy in `format` begins among a token's.
+// Offset of the copy in `format` among those of a token.
 DEVICE uint32_t format_offset(uint32_t formats, uint32_t format, uint32_t columns) {
   uint32_t at = 0;
 #pragma unroll
@@ -22,7 +22,7 @@ DEVICE uint32_t format_offset(uint32_t formats, uint32_t format, uint32_t column
   return at;
 }
 
-// Writes eight elements of each lane, 256 of a warp: those of `chunk`. All lanes call it; lanes beyond the columns write nothing.
+// Writes chunk `chunk`: eight elements per lane, 256 per warp. All lanes call it; lanes beyond the columns write nothing.
 DEVICE void put_copies(const Copies& to, uint32_t token, uint32_t chunk, const float (&v)[8]) {
   const uint32_t lane = threadIdx.x & 31u, at = chunk * 256u + lane * 8u, columns = to.columns;
   const bool inside = at < columns;
@@ -33,7 +33,7 @@ DEVICE void put_copies(const Copies& to, uint32_t token, uint32_t chunk, const f
     store16(out + 4, make_uint4(as_bits(v[4]), as_bits(v[5]), as_bits(v[6]), as_bits(v[7])));
   }
   if (to.formats & (FORMAT_Q8K | FORMAT_Q8_0)) {
-    // Magnitudes as bits, whose order is that of the numbers; what is no number is above infinity and not lost.
+    // Magnitudes as bits, which have the same order; NaN is above infinity, so it is not lost.
     uint32_t largest = 0, lowest = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -50,7 +50,7 @@ DEVICE void put_copies(const Copies& to, uint32_t token, uint32_t chunk, const f
       if (two) {
         const float most = as_float(of_32);
         const uint32_t finite = of_32 < 0x7f800000u, bits = half_of(most / 127.0f);
-        // Above the largest f16 the CPU backend reads an infinity as 65536.
+        // Beyond the largest f16, the CPU backend reads infinity as 65536.
         scale = !finite ? as_float(0x7fc00000u) : most / 127.0f >= 65520.0f ? 65536.0f : half_bits(bits);
         inverse = of_32 == 0u ? 0.0f : 127.0f / most;
       } else {
@@ -78,7 +78,7 @@ DEVICE void put_copies(const Copies& to, uint32_t token, uint32_t chunk, const f
     uint32_t h[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      // f16 as the products' own conversion does it: beyond the largest it is infinite.
+      // f16 as converted by products: infinite beyond the largest.
       h[i] = two ? brain_of(v[i]) : fabsf(v[i]) >= 65520.0f ? 0x7c00u | (as_bits(v[i]) >> 16 & 0x8000u) : half_of(v[i]);
     }
     store16(row + format_offset(to.formats, format, columns) + at * 2u, make_uint4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16));

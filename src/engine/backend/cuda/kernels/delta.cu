@@ -1,24 +1,24 @@
 // A Gated DeltaNet layer: convolution, SiLU, norms of query and key, decay, correction, answer, output norm and gate, and the copies
-// that the next product takes. A row of the (transposed) state needs nothing of the other rows: a block has 32 rows of a value head in
-// registers, eight lanes a row. One token takes one launch, `delta_*`. Of several, `delta_inputs_*` makes what needs no state, for all of
-// them at once, `delta_chunk_*` goes from token to token, and `delta_results_*` makes their results. Both ways go through the same
-// functions, so that they have the same bits.
+// for the next product. Rows of the (transposed) state are independent: a block holds 32 rows of a value head in registers, eight lanes
+// per row. A single token takes one launch, `delta_*`. For several, `delta_inputs_*` computes everything independent of the state, for
+// all tokens at once, `delta_chunk_*` iterates over the tokens, and `delta_results_*` computes their results. Both paths call the same
+// functions, so their results are bit-identical.
 #include "copies.cuh"
 
 #define THREADS 128
-#define ROWS 32                // of a block
-#define TOGETHER 8             // tokens that are brought to shared memory at once
-#define TILE 16                // tokens of a block of `delta_inputs_*`; no less than TAPS_MAX - 1
+#define ROWS 32                // per block
+#define TOGETHER 8             // tokens copied to shared memory at once
+#define TILE 16                // tokens per block of `delta_inputs_*`; at least TAPS_MAX - 1
 #define TAPS_MAX 16
 
 struct Delta {
   const float* mixed; const float* gate; const float* alpha; const float* beta;       // projected
   const float* taps; const float* decay_bias; const float* decay; const float* norm;
   float* state; float* history;                        // history: the last inputs of the convolution, oldest first
-  // Room for the rule's inputs in the order of `mixed`; answers take the place of values. Before there are copies of a token, `to` has a
-  // decay, a strength and the product of key and query for each value head.
+  // The rule's inputs in the order of `mixed`; answers overwrite the values. Until it contains a token's copies, `to` stores the decay,
+  // the strength, and the product of key and query of each value head.
   float* made; Copies to;
-  uint32_t* counters;                                  // of each key head, then of each 256 results; zero before and after
+  uint32_t* counters;                                  // one per key head, then one per 256 results; zero before and after a launch
   uint32_t key_heads, value_heads, taps_count, tokens, mixed_stride, gate_stride, alpha_stride, beta_stride; float epsilon; uint32_t unused;
 };
 
@@ -39,12 +39,12 @@ template <int N> DEVICE void store_floats(float* p, const float (&v)[N]) {
   }
 }
 DEVICE uint32_t channels_of(const Delta& job, uint32_t dim) { return (2u * job.key_heads + job.value_heads) * dim; }
-// Row `at` of history and chunk together.
+// Row `at` of the history followed by the chunk.
 DEVICE const float* input_of(const Delta& job, uint32_t at, uint32_t channels) {
   return at + 1u < job.taps_count ? job.history + (size_t)at * channels : job.mixed + (size_t)(at + 1u - job.taps_count) * job.mixed_stride;
 }
-// The history of N channels behind the chunk, but for those that are of others. In the order of time, four inputs at once: what is read
-// is a later one, or of the chunk.
+// Writes the history of N channels after the chunk, except channels owned by other threads. In order of time, four inputs at once: each
+// input read is later than those written, or part of the chunk.
 template <int N> DEVICE void remember(const Delta& job, const uint32_t (&channel)[N], const bool (&ours)[N], uint32_t channels) {
   for (uint32_t first = 0; first + 1u < job.taps_count; first += 4u) {
     float x[4][N] = {};
@@ -58,14 +58,14 @@ template <int N> DEVICE void remember(const Delta& job, const uint32_t (&channel
       for (int e = 0; e < N; e++) if (ours[e] && first + i + 1u < job.taps_count) job.history[(size_t)(first + i) * channels + channel[e]] = x[i][e];
   }
 }
-// What makes a warp's query and key as long as they are to be, and their product then; each lane has some elements of both.
+// Normalisation factors of a warp's query and key, and the product of the normalised two; each lane holds some elements of both.
 template <int D> DEVICE void lengths(const Delta& job, const float (&q)[D / 32], const float (&k)[D / 32], float& of_q, float& of_k, float& both) {
   float qq = 0.0f, kk = 0.0f, qk = 0.0f;
 #pragma unroll
   for (int e = 0; e < D / 32; e++) { qq = fmaf(q[e], q[e], qq); kk = fmaf(k[e], k[e], kk); qk = fmaf(q[e], k[e], qk); }
 #pragma unroll
   for (int m = 16; m > 0; m >>= 1) { qq += __shfl_xor_sync(ALL, qq, m); kk += __shfl_xor_sync(ALL, kk, m); qk += __shfl_xor_sync(ALL, qk, m); }
-  // Odd lanes have the key's.
+  // Odd lanes compute the factor of the key.
   const bool odd = threadIdx.x & 1u;
   const float length = 1.0f / sqrtf((odd ? kk : qq) + job.epsilon), other = __shfl_xor_sync(ALL, length, 1);
   of_q = (odd ? other : length) * (1.0f / sqrtf((float)D)); of_k = odd ? length : other;
@@ -79,7 +79,7 @@ struct Pace {
   DEVICE float decay() const { return exp_of(rate * softplus_of(alpha + bias)); }
   DEVICE float strength() const { return sigmoid_of(beta); }
 };
-// `silu_of` of each. A division may leave the straight way, so exponentials that are beside each other have to come before.
+// `silu_of` of each. A division may branch, so independent exponentials are computed before it.
 template <int N> DEVICE void silus(float (&v)[N]) {
   float below[N];
 #pragma unroll
@@ -87,7 +87,7 @@ template <int N> DEVICE void silus(float (&v)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) v[i] = v[i] / below[i];
 }
-// Inputs of the rule from N channels: sums of `count` taps in their order, and the activation. Of four taps all is asked for at once.
+// Inputs of the rule for N channels: sums of `count` taps in order, then the activation. Loads of four taps are issued together.
 template <int N, class Inputs, class Taps> DEVICE void convolve(uint32_t count, const Inputs& inputs, const Taps& taps, float (&sums)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) sums[e] = 0.0f;
@@ -103,19 +103,19 @@ template <int N, class Inputs, class Taps> DEVICE void convolve(uint32_t count, 
   silus(sums);
 }
 
-// A block's rows: two for each eight lanes, of which a lane has four columns of each 32.
+// Rows of a block: two per eight lanes; each lane holds four of every 32 columns.
 template <int D> struct Rows {
-  uint32_t head, key_head, first;                      // first: row of this thread's two
+  uint32_t head, key_head, first;                      // first: the first of this thread's two rows
   int column;
   float s[2][D / 8];
-  // A grid of rows, heads with the same key, and keys: blocks that read the same are neighbours.
+  // The grid iterates over rows, heads with the same key, and keys, so that blocks with the same inputs are neighbours.
   DEVICE Rows(const Delta& job) {
     const uint32_t lane = threadIdx.x & 31u;
     key_head = blockIdx.z; head = key_head + blockIdx.y * job.key_heads;
     first = blockIdx.x * ROWS + threadIdx.x / 32u * 8u + lane / 8u * 2u;
     column = (int)(lane & 7u) * 4;
   }
-  // Of a vector with an element for each column, those of this lane.
+  // This lane's columns of a vector.
   DEVICE void columns(const float* p, float (&v)[D / 8]) const {
 #pragma unroll
     for (int c = 0; c < D / 8; c += 4) { const uint4 b = load16(p + c * 8 + column); v[c] = as_float(b.x); v[c + 1] = as_float(b.y); v[c + 2] = as_float(b.z); v[c + 3] = as_float(b.w); }
@@ -131,14 +131,14 @@ template <int D> struct Rows {
 #pragma unroll
       for (int c = 0; c < D / 8; c += 4) store16(row(job, r) + c * 8 + column, make_uint4(as_bits(s[r][c]), as_bits(s[r][c + 1]), as_bits(s[r][c + 2]), as_bits(s[r][c + 3])));
   }
-  // A token. The answer is asked of the old state, beside what is known, and corrected: one exchange between lanes.
+  // Processes a token. The answer is computed from the old state together with the prediction, then corrected: one exchange between lanes.
   DEVICE void step(const float (&q)[D / 8], const float (&k)[D / 8], const float (&v)[2], float decay, float strength, float both, float (&answer)[2]) {
     float known[2] = {0.0f, 0.0f}, asked[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int c = 0; c < D / 8; c++)
 #pragma unroll
       for (int r = 0; r < 2; r++) { known[r] = fmaf(s[r][c], k[c], known[r]); asked[r] = fmaf(s[r][c], q[c], asked[r]); }
-    // While lanes exchange sums.
+    // Overlaps with the exchange of sums.
 #pragma unroll
     for (int c = 0; c < D / 8; c++)
 #pragma unroll
@@ -157,7 +157,7 @@ template <int D> struct Rows {
   }
 };
 
-// Eight results of each lane of a warp, 256 of a token, from its answers: `gates` of them, then norm, gates and copies.
+// Eight results per lane, 256 of a token per warp, from its answers: norm, gates and copies.
 DEVICE bool has_results(const Delta& job, uint32_t chunk) { return chunk * 256u + (threadIdx.x & 31u) * 8u < job.to.columns; }
 template <int D> DEVICE void load_gates(const Delta& job, uint32_t n, uint32_t chunk, float (&gates)[8], float (&norms)[8]) {
   const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u;
@@ -182,7 +182,7 @@ template <int D> DEVICE void put_results(const Delta& job, uint32_t n, uint32_t 
   put_copies(job.to, n, chunk, v);
 }
 
-// One token. What has to come from memory is asked for first.
+// A single token. Loads from memory are issued first.
 template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars, uint32_t* slots) {
   constexpr uint32_t COUNT = 2 * D + ROWS, OTHERS = THREADS - 32, EACH = (COUNT + OTHERS - 1) / OTHERS;
   const uint32_t t = threadIdx.x, lane = t & 31u, channels = channels_of(job, D);
@@ -190,7 +190,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
   Rows<D> rows(job);
   rows.load(job);
   const uint32_t values = (2u * job.key_heads + rows.head) * D, block_row = blockIdx.x * ROWS;
-  auto channel_of = [&](uint32_t i) {                  // element i of query, key and this block's values
+  auto channel_of = [&](uint32_t i) {                  // channel of element i of query, key and this block's values
     return i < D ? rows.key_head * D + i : i < 2u * D ? (job.key_heads + rows.key_head) * D + i - D : values + block_row + i - 2u * D;
   };
   const uint32_t chunk = rows.head * D / 256u;
@@ -219,7 +219,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
     for (uint32_t e = 0; e < EACH; e++) if (t + e * OTHERS < COUNT) made[t + e * OTHERS] = sums[e];
   }
   if (!PLANTED(NO_CONVOLUTION_BARRIER)) __syncthreads();
-  // Each warp has the norms by itself.
+  // Each warp computes the norms itself.
   float some_q[D / 32], some_k[D / 32], of_q, of_k, both, q[D / 8], k[D / 8], v[2], answer[2];
   load_floats<D / 32>(made + lane * (D / 32), some_q); load_floats<D / 32>(made + D + lane * (D / 32), some_k);
   rows.columns(made, q); rows.columns(made + D, k); load_floats<2>(made + 2 * D + rows.first - block_row, v);
@@ -228,8 +228,8 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
   for (int c = 0; c < D / 8; c++) { q[c] *= of_q; k[c] *= of_k; }
   rows.step(q, k, v, scalars[0], scalars[1], both, answer);
   if (rows.column == 0) store_floats<2>(job.made + values + rows.first, answer);
-  // The last block of a key head writes the history that all of them have read, the last one of 256 results makes the copies. Both are
-  // found in one round, while the state is on its way.
+  // The last block of a key head writes the history, after all of them have read it; the last block of 256 results writes the copies.
+  // Both are determined in one round, while the state is being stored.
   __syncthreads();
   if (t == 0u) {
     if (!PLANTED(NO_ANSWER_FENCE)) fence();
@@ -238,7 +238,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
     const bool history = atomic_add(of_key, 1u) == blocks - 1u, copies = atomic_add(of_chunk, 1u) == heads - 1u;
     slots[0] = history; slots[1] = copies;
     fence();
-    if (history) atomic_add(of_key, 0u - blocks);      // for the next launch
+    if (history) atomic_add(of_key, 0u - blocks);      // reset for the next launch
     if (copies) atomic_add(of_chunk, 0u - heads);
   }
   rows.store(job);
@@ -259,18 +259,18 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
   remember<EACH>(job, channel, ours, channels);
 }
 
-// What the rule takes of each token: queries and keys with their norms, values, and scalars. A block has the query and the key of a head,
-// or the value of one, of some tokens; a warp has one token after the other.
+// Inputs of the rule for each token: normalised queries and keys, values, and scalars. A block computes query and key of a head, or its
+// value, for some tokens; a warp computes one token at a time.
 template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D + 8]) {
   constexpr int EACH = D / 32;
   const uint32_t t = threadIdx.x, lane = t & 31u, unit = blockIdx.x, channels = channels_of(job, D);
   const bool is_key = unit < job.key_heads;
-  const uint32_t wide = is_key ? 2u * D : (uint32_t)D, second = (job.key_heads + unit) * D;     // second: of the key, or of the value
+  const uint32_t wide = is_key ? 2u * D : (uint32_t)D, second = (job.key_heads + unit) * D;     // second: first channel of the key, or of the value
   auto channel_of = [&](uint32_t i) { return !is_key ? second + i : i < D ? unit * D + i : second + i - D; };
   for (uint32_t i = t; i < wide; i += THREADS)
     for (uint32_t tap = 0; tap < job.taps_count; tap++) taps[tap][i] = job.taps[(size_t)channel_of(i) * job.taps_count + tap];
   __syncthreads();
-  // This lane's part of D channels, of which the first is `channel`, or place `i` among the taps here.
+  // This lane's share of D channels from `channel` on, with their taps from index `i` on.
   auto one = [&](uint32_t n, uint32_t channel, uint32_t i, float (&sums)[EACH]) {
     auto inputs = [&](uint32_t tap, float (&x)[EACH]) { load_floats<EACH>(input_of(job, n + tap, channels) + channel + lane * EACH, x); };
     auto those = [&](uint32_t tap, float (&w)[EACH]) { load_floats<EACH>(taps[tap] + i + lane * EACH, w); };
@@ -293,7 +293,7 @@ template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D 
     }
     store_floats<EACH>(made + second, k);
   }
-  // This block alone has read the history of its channels.
+  // Only this block reads the history of its channels.
   if (blockIdx.y != 0u) return;
   if (!PLANTED(NO_HISTORY_BARRIER)) __syncthreads();
   constexpr int PARTS = (2 * D + THREADS - 1) / THREADS;
@@ -304,14 +304,14 @@ template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D 
   remember<PARTS>(job, channel, ours, channels);
 }
 
-// The recurrence alone.
+// The recurrence only.
 template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHER][(2 * D + ROWS + 4) / 4]) {
   const uint32_t t = threadIdx.x, channels = channels_of(job, D);
   Rows<D> rows(job);
   rows.load(job);
   const uint32_t block_row = blockIdx.x * ROWS;
   float* values = job.made + (2u * job.key_heads + rows.head) * D + block_row;
-  // Pieces of 16 bytes: D / 2 of query and key, ROWS / 4 of values, and the scalars.
+  // Pieces of 16 bytes: D / 2 for query and key, ROWS / 4 for values, and one for the scalars.
   const uint32_t piece = t % (D / 2u), at = t / (D / 2u);
   const float* vectors = job.made + (piece < D / 4u ? rows.key_head * D : (job.key_heads + rows.key_head - 1u) * D) + piece * 4u;
   auto bring = [&](uint32_t first, uint32_t stage) {
@@ -329,7 +329,7 @@ template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHE
     copies_wait<0>();
     if (!PLANTED(NO_STAGE_BARRIER)) __syncthreads();
     if (first + TOGETHER < job.tokens) bring(first + TOGETHER, stage ^ 1u);
-    // Of the next token all is read before this one is computed.
+    // The next token is read before the current one is computed.
     float q[2][D / 8], k[2][D / 8], v[2][2], scalars[2][4], answer[2];
     auto read = [&](uint32_t n, float (&q)[D / 8], float (&k)[D / 8], float (&v)[2], float (&scalars)[4]) {
       const float* token = (const float*)ring[stage][min(n, count - 1u)];

@@ -1,10 +1,10 @@
-// What lies between products: embeddings, the residual stream with its norms, head norms with rotation and the KV cache, the
-// conversion of the cache, and the end of the head.
+// Kernels between products: embeddings, the residual stream with its norms, head norms with rotation and the KV cache, conversion of
+// the cache, and the final step of the output head.
 #include "cells.cuh"
 #include "copies.cuh"
 #include "weights.cuh"
 
-// Eight columns of each lane, 256 of a warp: those from `chunk` * 256 of a row of weights.
+// Eight columns per lane, 256 per warp, of a row of weights, from column `chunk` * 256 on.
 template <class T> DEVICE void eight_of(const uint8_t* row, uint32_t chunk, float (&v)[8]) {
   const int lane = threadIdx.x & 31, p = lane >> 2, w = (lane & 3) * 2;
   const uint8_t* step = row + (size_t)chunk * T::STEP;
@@ -31,7 +31,7 @@ template <int KIND> DEVICE void eight_plain(const uint8_t* row, uint32_t at, flo
   Plain<KIND>::eight(load16(p), KIND == TYPE_F32 ? load16(p + 16) : make_uint4(0, 0, 0, 0), v);
 }
 
-// Rows of the embedding: one for each token, or, where they were read from the file, one after the other.
+// Rows of the embedding: one per token, or consecutive rows if they were read from the file.
 struct Embed {
   const uint64_t* parts; uint64_t offset; const uint32_t* tokens;      // `tokens` null: rows 0, 1, 2, …
   float* stream; float scale; uint32_t part, type, width, row_bytes, unused;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128) embed(const Embed job) {
 SIMT_EXPORT(embed)
 
 #define NORM_THREADS 512
-// stream += scale * other, which is normalised first where `post` is given; then the copies of rms(stream) * weight.
+// stream += scale * other, normalised first if `post` is given; then the copies of rms(stream) * weight.
 struct Norm {
   float* stream; const float* other; const float* post; const float* weight; Copies to;
   uint32_t stride; float scale, epsilon; uint32_t unused;               // stride: elements between rows of `other`
@@ -73,7 +73,7 @@ DEVICE float block_sum(float v, float* sums) {
   for (int w = 0; w < NORM_THREADS / 32; w++) all += sums[w];
   return all;
 }
-// Eight elements of a row from `at` on; zeros behind its end. `whole`: by 16 bytes.
+// Eight elements of a row from `at` on, zeros beyond its end. `whole`: loads of 16 bytes.
 DEVICE void eight_floats(const float* row, uint32_t at, uint32_t width, bool whole, float (&v)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) v[i] = 0.0f;
@@ -93,7 +93,7 @@ DEVICE float squares(const float (&v)[8]) {
   for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
   return sum;
 }
-// Eight columns of a thread stay in its registers: 4096 of a block. What is behind them is read again.
+// A thread keeps eight columns in registers, a block 4096. Further columns are read again.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) residual_norm(const Norm job) {
   __shared__ float sums[2][NORM_THREADS / 32];
   const uint32_t width = job.to.columns, first = threadIdx.x * 8u, step = NORM_THREADS * 8u;
@@ -160,16 +160,16 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) residual_norm(cons
 SIMT_EXPORT(residual_norm)
 
 #define HEAD_MAX 256
-// Queries and keys: norm and rotation; keys and values into the cache. A warp for each head of each token.
+// Norm and rotation of queries and keys; stores keys and values in the cache. One warp per head and token.
 struct Heads {
-  const float* query; const float* key; const float* value;            // projected; queries with their gates where `gated`
+  const float* query; const float* key; const float* value;            // projected; queries with their gates if `gated`
   const float* query_norm; const float* key_norm;                      // or null
-  const float* angles; const float* back;                              // cosine and sine of each pair: of each token; of the gap, or null
-  const float* growth;                                                 // what the queries of each token are multiplied with, or null
-  float* out; float* out_back;                                         // queries, and the same turned back by the gap
-  const uint64_t* blocks;                                              // where each block of the cache lies
+  const float* angles; const float* back;                              // cosine and sine of each pair: per token; of the gap, or null
+  const float* growth;                                                 // factor of the queries of each token, or null
+  float* out; float* out_back;                                         // queries, and the same rotated back by the gap
+  const uint64_t* blocks;                                              // address of each block of the cache
   const uint32_t* position;                                            // tokens before this chunk
-  uint32_t* not_finite;                                                // set where a key or value is no finite number
+  uint32_t* not_finite;                                                // set if a key or value is not finite
   uint64_t key_offset, value_offset;                                   // of the layer in a block
   uint32_t heads, kv_heads, dim, rotary, query_stride, kv_stride, head_step, adjacent, kind, unused; float epsilon, spare;
 };
@@ -178,7 +178,7 @@ DEVICE void turn_pair(const float* head, float* turned, uint32_t pair, float cos
   const float x = head[i], y = head[j];
   turned[i] = x * cosine - y * sine; turned[j] = x * sine + y * cosine;
 }
-// All pairs of a head turned by their angles; `turned` is another place than `head`.
+// Rotates all pairs of a head by their angles; `turned` must not overlap `head`.
 DEVICE void turn(const float* head, float* turned, const float* angles, uint32_t rotary, uint32_t dim, uint32_t adjacent) {
   const uint32_t lane = threadIdx.x & 31u, half = rotary / 2u;
   for (uint32_t pair = lane; pair < half; pair += 32u) {
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
     : (part == 1u ? job.key : job.value) + (size_t)token * job.kv_stride + number * dim;
   float *mine = memory[warp][0], *turned = memory[warp][1];
   const float* weight = part == 0u ? job.query_norm : part == 1u ? job.key_norm : nullptr;
-  // All that does not depend on what was read is read at once.
+  // Independent loads are issued together.
   const float growth = part == 0u && job.growth ? job.growth[token] : 1.0f;
   const uint32_t at = part == 0u ? 0u : job.position[0] + token;
   const uint64_t block_at = part == 0u ? 0u : job.blocks[at / KV_BLOCK_TOKENS];
@@ -258,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
 }
 SIMT_EXPORT(heads)
 
-// Rows of the cache from `first` on, brought from one type to another where they lie: a row for each warp, all of which are read
-// before any is written. The caller hands over as many as do not reach into the old places of rows that are still to come.
+// Converts rows of the cache from `first` on in place, one row per warp; all are read before any is written. The caller passes only as
+// many rows as do not overwrite rows of later launches.
 extern "C" __global__ void __launch_bounds__(128) convert(uint8_t* memory, uint64_t first, uint32_t count, uint32_t dim, uint32_t from, uint32_t to) {
   __shared__ float wide[4][HEAD_MAX];
   const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, at = blockIdx.x * 4u + warp;
@@ -275,10 +275,10 @@ extern "C" __global__ void __launch_bounds__(128) convert(uint8_t* memory, uint6
 }
 SIMT_EXPORT(convert)
 
-// The end of the head: scale and cap of the logits, whether all are finite, and the greatest, of equal ones the first.
+// Final step of the output head: scale and cap of the logits, whether all are finite, and the index of the greatest, the first of equals.
 struct Finish {
-  float* logits; const uint2* ranges;                                  // those that are computed: first and behind the last
-  uint32_t* partial; uint32_t* counter; uint32_t* result;              // 3 words of each block; zero before and after; index, value, not finite
+  float* logits; const uint2* ranges;                                  // computed logits: first, and one past the last
+  uint32_t* partial; uint32_t* counter; uint32_t* result;              // 3 words per block; zero before and after; index, value, not finite
   uint32_t ranges_count, vocabulary; float scale, cap;                 // divided by `scale`; `cap` 0: none
 };
 DEVICE bool greater(float a, uint32_t i, float b, uint32_t j) { return a > b || (a == b && i < j); }

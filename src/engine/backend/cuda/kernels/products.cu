@@ -1,45 +1,45 @@
-// Products of weight matrices with activations: for a few tokens, for prompts by tensor cores, for any number of tokens.
+// Products of weight matrices with activations: for a few tokens, for prompts on tensor cores, for any number of tokens.
 //
-// Every product has the same bits in each of these kernels. Columns go in steps of 256, in their order. Of a type with blocks of
-// 256 columns a step is summed in whole numbers; of one with blocks of 32 its eight terms are added in pairs. Types without
-// quants are summed by eight lanes, each in the order of columns, which are then added in pairs.
+// All these kernels give bit-identical results. Columns are processed in steps of 256, in order. For types with blocks of 256 columns,
+// a step is summed in integers; for types with blocks of 32, the eight terms of a step are summed pairwise. Unquantised types are
+// summed by eight lanes, each in column order, whose sums are then added pairwise.
 #include "copies.cuh"
 #include "weights.cuh"
 
 #define WARPS 4
 #define MATRICES_MAX 8
 
-// Rows of a matrix. Weights may be read up to the next multiple of 16 bytes behind them.
+// Rows of a matrix. Weights may be read up to the next multiple of 16 bytes beyond their end.
 struct Matrix {
-  uint64_t offset;                  // bytes in the part
+  uint64_t offset;                  // in the part, bytes
   float* out;
-  const float* bias;                // or null; added to the sum
+  const float* bias;                // added to the sum; nullable
   uint32_t part, type, rows, stride, first_block;            // stride: elements between tokens of `out`
-  // 0: all rows are in one part. Else, for one token, of parts that follow each other: rows of each but the last, times FILE_PAGE, and by
-  // how much further in a page of the file each begins than the one before.
+  // 0: all rows are in one part. Else, for a single token, the rows are in consecutive parts: rows of each but the last, times FILE_PAGE,
+  // plus the increase of the start within a page of the file from one part to the next.
   uint32_t tiles;
 };
 #define FILE_PAGE 4096u
-// What becomes of two matrices, of a gate and an upper projection of as many rows, when both are done.
+// Combination of gate and upper projection, two matrices with the same number of rows, after both are complete.
 struct Pair {
   Copies to;
-  uint32_t* counters;               // one for each 256 rows and 8 tokens; zero before and after
-  uint32_t activation, unused;      // 0: there is no pair; 1: SiLU, 2: GELU
+  uint32_t* counters;               // one per 256 rows and 8 tokens; zero before and after
+  uint32_t activation, unused;      // 0: no pair; 1: SiLU; 2: GELU
 };
 struct Products {
-  const uint64_t* parts;            // where each part of the weights lies
+  const uint64_t* parts;            // address of each part of the weights
   Copies input;
   Pair pair;
   uint32_t tokens, matrices;
   Matrix matrix[MATRICES_MAX];
 };
 
-// The part of a step in whole numbers, and the chain of steps.
+// Adds the integer sums of a step to the chain of steps.
 template <class T> DEVICE float chained(float sum, float2 factors, float scale, int products, int least) {
   sum = fmaf(factors.x * scale, (float)products, sum);
   return T::MINIMUM ? fmaf(-(factors.y * scale), (float)least, sum) : sum;
 }
-// The term of a block of 32 columns.
+// Term of a block of 32 columns.
 template <class T> DEVICE float term(float2 factors, float scale, int products, int sum) {
   const float t = factors.x * scale * (float)products;
   return T::MINIMUM ? fmaf(factors.y * scale, (float)sum, t) : t;
@@ -51,22 +51,22 @@ DEVICE float eight_lanes(float v) {
 }
 DEVICE float activated(uint32_t kind, float gate, float up) { return (kind == 2u ? gelu_of(gate) : silu_of(gate)) * up; }
 
-// Sums over four lanes: of one value each lane gets the sum; of four, which lane p has in the order p ^ 0 to p ^ 3, it gets sum p.
+// Sums over four lanes: with one value, each lane receives the sum; with four, in the order p ^ 0 to p ^ 3, lane p receives sum p.
 template <int N, class V> DEVICE V four_lanes(const V* v) {
   const V pair = v[0] + __shfl_xor_sync(ALL, v[N > 1 ? 1 : 0], 1);
   return pair + (N > 1 ? __shfl_xor_sync(ALL, v[2], 2) + __shfl_xor_sync(ALL, v[3], 3) : __shfl_xor_sync(ALL, pair, 2));
 }
 
-// Steps that are copied at once, and the bytes of a row's in shared memory, with what lies around them in units of 16 bytes.
+// Steps copied at once, and their bytes per row in shared memory, rounded out to units of 16 bytes.
 template <class T> struct Together { static constexpr int STEPS = T::STEP > 210 ? 1 : T::STEP > 110 ? 2 : T::STEP > 84 ? 3 : 4, BYTES = (STEPS * T::STEP + 29) / 16 * 16; };
 #define SEGMENT_MAX 464
 #define ROWS_OF_BLOCK (8 * WARPS)
 #define STAGES_OF(N) ((N) == 1 ? 2 : 3)
 
-// Eight rows of a warp by N tokens: four lanes have a row, each of them a quarter of a step: two sub-blocks, or 16 columns of four.
-// Lane p takes tokens in the order n ^ p, and has the sums of tokens p and p + 4.
+// Eight rows per warp by N tokens: four lanes share a row, each with a quarter of a step: two sub-blocks, or 16 columns of four.
+// Lane p processes tokens in the order n ^ p, and holds the sums of tokens p and p + 4.
 template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first, uint8_t* memory) {
-  // Of several tokens registers limit how many warps there are, so that each has more on its way.
+  // With several tokens, registers limit the number of warps, so each has more copies in flight.
   constexpr int K = Together<T>::STEPS, SEGMENT = Together<T>::BYTES, STAGE = ROWS_OF_BLOCK * SEGMENT_MAX, STAGES = STAGES_OF(N);
   static_assert(SEGMENT <= SEGMENT_MAX, "a segment has its place");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, p = lane & 3;
@@ -76,8 +76,8 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
   const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)at * row_bytes;
   const uint32_t odd = (uint32_t)(size_t)weights & 15u;
   uint8_t* mine = memory + (warp * 8 + g) * SEGMENT_MAX;
-  // Copies the next steps to the next of the stages: four lanes go through 16 bytes each.
-  uint32_t skip = odd, left = row_bytes, fill = 0u, fetched = 0u;     // bytes before the first step, bytes to come
+  // Copies the next steps to the next stage: four lanes copy 16 bytes each.
+  uint32_t skip = odd, left = row_bytes, fill = 0u, fetched = 0u;     // bytes before the first step, bytes left
   const uint8_t* source = weights - odd + p * 16;
   const Shared target = shared_of(mine) + p * 16;
   auto fetch = [&] {
@@ -90,7 +90,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
     skip = (skip + K * T::STEP) & 15u; left -= K * T::STEP; fetched += K;
     fill = fill == (STAGES - 1) * STAGE ? 0u : fill + STAGE;
   };
-  // Where tokens lie behind the first: from lanes that have computed it once, as compilers would do so again in every step.
+  // Offsets of the tokens from the first: shuffled between lanes, since compilers would otherwise recompute them in every step.
   uint32_t token[N];
 #pragma unroll
   for (int n = 0; n < N; n++) {
@@ -118,7 +118,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
     for (int k = 0; k < K; k++) {
       if (k > 0 && from + k >= steps) break;
       const uint8_t* step = stage + k * T::STEP;
-      // Weights are unpacked once for several tokens.
+      // Weights are unpacked once for all tokens.
       if constexpr (T::SUPER) {
         uint32_t q[4][4], scale[T::WORDS], least[T::WORDS]; int i1[N], i2[N];
         T::sixteens(step, p, q);
@@ -177,7 +177,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
       }
     }
     bytes += K * 256; sums += K * 32; scales += K * (T::SUPER ? 4 : 32);
-    __syncwarp();                                      // all lanes have read this stage, which is filled next
+    __syncwarp();                                      // all lanes have read this stage, which is refilled next
   }
   copies_wait<0>();
 #pragma unroll
@@ -188,7 +188,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
   }
 }
 
-// The same for types without quants, which are read where they lie.
+// The same for unquantised types, which are read in place.
 template <int KIND, int N> DEVICE void plain_rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first) {
   typedef Plain<KIND> T;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 3, p = lane & 7;
@@ -220,7 +220,7 @@ template <int KIND, int N> DEVICE void plain_rows_of(const Products& job, const 
   }
 }
 
-// Gate and upper projection of 256 rows: the block that comes last makes of them what the next product takes.
+// Gate and upper projection of 256 rows: the last block to arrive combines them into the input of the next product.
 DEVICE void pair_of(const Products& job, uint32_t row, uint32_t rows_of_block, uint32_t first, uint32_t count, uint32_t* slot) {
   const uint32_t rows = job.matrix[0].rows, chunk = row / 256u, chunks = (rows + 255u) / 256u;
   const uint32_t blocks = (min(rows - chunk * 256u, 256u) + rows_of_block - 1u) / rows_of_block;
@@ -238,7 +238,7 @@ DEVICE void pair_of(const Products& job, uint32_t row, uint32_t rows_of_block, u
   }
 }
 
-// Builds of one type alone, for a few tokens: to read its machine code.
+// Builds of a single type, for a few tokens, whose machine code is inspected.
 #ifdef ONLY
 #define CASE(type) (TYPE_##type == ONLY)
 #else
@@ -253,7 +253,7 @@ DEVICE uint32_t matrix_of(const Products& job, uint32_t block) {
   return at;
 }
 
-// 32 rows of a block by N tokens: blockIdx.x goes through the rows of all matrices, blockIdx.y through the tokens.
+// 32 rows per block by N tokens: blockIdx.x iterates over the rows of all matrices, blockIdx.y over the tokens.
 template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint32_t* slot) {
   Matrix m = job.matrix[matrix_of(job, blockIdx.x)];
   const uint32_t first = blockIdx.y * N;
@@ -281,16 +281,16 @@ template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint3
 PRODUCT(1, 4) PRODUCT(4, 3) PRODUCT(8, 2)
 
 #ifndef ONLY
-// One token of a block, that of blockIdx.y, for small matrices: it has eight rows, of which its warps take groups of steps by turns, so that
-// they fill the device too. Four lanes have a row, a lane a quarter of a step. What a step adds to a row lies in shared memory until one lane has
-// chained it all in the order of steps.
+// Small matrices, one token per block, that of blockIdx.y: a block has eight rows, whose groups of steps its warps process in turns, so that
+// small matrices also occupy the device. Four lanes share a row, each with a quarter of a step. The contributions of steps stay in shared
+// memory until one lane has chained them in order.
 #define ROWS_OF_ONE 8
 template <class T> struct One {
   static constexpr int K = Together<T>::STEPS, UNITS = Together<T>::BYTES / 16;
   static constexpr int SEGMENT = (UNITS | 1) * 16, STAGE = WARPS * ROWS_OF_ONE * SEGMENT;
-  // Groups of a warp, and steps of all, that are chained together.
+  // Groups per warp, and steps of all warps, chained in one round.
   static constexpr int GROUPS = 8 / K, ROUND = WARPS * K * GROUPS;
-  // What a step adds: a factor and a number of products, the same of minimums where there are some; or a term.
+  // Contribution of a step: a factor and a sum of products, and the same for minimums, if any; or a term.
   static constexpr int WORDS = T::SUPER ? (T::MINIMUM ? 4 : 2) : 1;
 };
 template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint32_t block, uint8_t* memory) {
@@ -300,8 +300,8 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
   const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
   const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)min(top + g, m.rows - 1u) * row_bytes;
   uint8_t* mine = memory + (warp * ROWS_OF_ONE + g) * S::SEGMENT;
-  float* terms = (float*)(memory + 2 * S::STAGE);      // of a round: of each step, of each row
-  // Copies a group of steps to one of two stages, with what lies around it in units of 16 bytes.
+  float* terms = (float*)(memory + 2 * S::STAGE);      // of a round: per step, per row
+  // Copies a group of steps to one of two stages, rounded out to units of 16 bytes.
   auto fetch = [&](uint32_t from, uint32_t stage) {
     const uint32_t begin = from * T::STEP;
     const uint8_t* source = weights + begin;
@@ -377,7 +377,7 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
           if (p == 0) *to = t;
         }
       }
-      __syncwarp();                                      // all lanes have read this stage, which is filled next
+      __syncwarp();                                      // all lanes have read this stage, which is refilled next
       stage ^= 1u;
     }
     if (!PLANTED(NO_ROUND_BARRIER)) __syncthreads();
@@ -416,18 +416,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 5) product_narrow(const
 }
 SIMT_EXPORT(product_narrow)
 
-// 64 rows by 32 tokens: a warp has 16 rows and all these tokens. While a step is computed the next one is copied.
+// 64 rows by 32 tokens: a warp computes 16 rows for all these tokens. The next step is copied while a step is computed.
 #define TILE_ROWS 64
 #define TILE_TOKENS 32
 #define COPY_STRIDE 272
 template <class T> struct Tile {
   static constexpr int UNITS = (T::STEP + 29) / 16;
-  static constexpr int RAW_STRIDE = (UNITS | 1) * 16;             // an odd number of units, so that eight rows lie in all banks
-  // Of a stage: rows as they lie, bytes of tokens, 16 sums of each, and its scales: one, or eight.
+  static constexpr int RAW_STRIDE = (UNITS | 1) * 16;             // an odd number of units, so that eight rows cover all banks
+  // Layout of a stage: unconverted rows, bytes of tokens, 16 sums per token, and its scales: one, or eight.
   static constexpr int BYTES = TILE_ROWS * RAW_STRIDE, SUMS = BYTES + TILE_TOKENS * COPY_STRIDE, SCALES = SUMS + TILE_TOKENS * 32;
   static constexpr int STAGE = SCALES + TILE_TOKENS * (T::SUPER ? 4 : 32);
 };
-// What is made of a step once for all warps. `sums`: of 32 bytes each, in pairs of 16 bits, or as words.
+// Decoded form of a step, shared by all warps. `sums`: of 32 bytes each, as pairs of 16 bits or as words.
 union Decoded {
   struct { uint32_t scale[TILE_ROWS][4], least[TILE_ROWS][4]; float2 factors[TILE_ROWS]; uint32_t sums[TILE_TOKENS][4]; } super;
   struct { float2 factors[TILE_ROWS][8]; int sums[TILE_TOKENS][8]; } small;
@@ -442,11 +442,11 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
   const uint8_t* part = (const uint8_t*)job.parts[m.part] + m.offset;
   auto row_at = [&](uint32_t r) { return part + (size_t)min(top + r, m.rows - 1u) * row_bytes; };
   Decoded& made = *(Decoded*)(memory + 2 * S::STAGE);
-  // Two threads copy a row, four a token.
+  // Two threads copy a row, four threads a token.
   const uint32_t raw_row = thread >> 1, token = thread >> 2;
   const uint8_t *raw = row_at(raw_row), *x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns)
     + (size_t)min(first + token, job.tokens - 1u) * job.input.stride;
-  // Tokens that are not there are zero: the last one's copies in their place would be read by all blocks at once, from one place.
+  // Absent tokens are zero: with the last token's copies instead, all blocks would read the same address at once.
   const bool there = first + token < job.tokens;
   for (uint32_t u = thread & 3u; !there && u < 2u * (COPY_STRIDE / 16 + 4); u += 4u) {
     uint8_t* stage = memory + (u & 1u) * S::STAGE;
@@ -493,7 +493,7 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
     uint8_t* stage = memory + (b & 1u) * S::STAGE;
     const uint32_t begin = b * T::STEP, parts = min(8u, blocks - b * 8u);
     copies_wait<0>();
-    __syncthreads();                                     // this step is there, and all warps have computed the one before
+    __syncthreads();                                     // this step has arrived, and all warps have computed the previous one
     if (b + 1u < steps) fetch(b + 1u, memory + (~b & 1u) * S::STAGE);
     const uint8_t* step = stage + raw_row * S::RAW_STRIDE + ((odd_raw + begin) & 15u);
     if constexpr (T::SUPER) {
@@ -533,7 +533,7 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       if (!T::SUPER && j >= (int)parts) {
-        // Terms that are not there count as zero, as in the other kernels.
+        // Absent terms count as zero, as in the other kernels.
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
 #pragma unroll
@@ -552,7 +552,7 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
             su[0] = signed_byte(u, 0); su[1] = signed_byte(u, 1); sl[0] = signed_byte(l, 0); sl[1] = signed_byte(l, 1);
           }
         } else { fu = made.small.factors[upper][j]; fl = made.small.factors[lower][j]; }
-        // Of each token word t of the block's first and last 16 bytes; a lane names a row of 16 bytes.
+        // Word t of the block's first and last 16 bytes of each token; each lane addresses a row of 16 bytes.
         uint32_t copied[PARTS / 2][4];
 #pragma unroll
         for (int i = 0; i < PARTS / 2; i++) load_matrices(copied[i], bytes + (i * 16 + (lane >> 4) * 8 + (lane & 7)) * COPY_STRIDE + j * 32 + (lane >> 3 & 1) * 16);
@@ -639,7 +639,7 @@ template <int KIND> DEVICE void plain_tile_of(const Products& job, const Matrix&
       if ((block * 4u + r) * 4u * WARPS < m.rows) plain_rows_of<KIND, 8>(job, m, block * 4u + r, n);
 }
 
-// Quantised types by tensor cores; of the others as many rows and tokens as the kernels for a few tokens compute them.
+// Quantised types on tensor cores; other types in the tiles of the kernels for a few tokens.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) product_tiles(const Products job) {
   DYNAMIC_SHARED(memory);
   const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
@@ -655,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) product_tiles(const 
 }
 SIMT_EXPORT(product_tiles)
 
-// gate and upper projection of prompts: 256 columns of a warp.
+// Combines gate and upper projection of prompts: 256 columns per warp.
 extern "C" __global__ void __launch_bounds__(128, 4) activate(const float* __restrict__ gate, const float* __restrict__ up, uint32_t stride,
     uint32_t activation, const Copies to) {
   const uint32_t chunk = blockIdx.x * 4u + (threadIdx.x >> 5), token = blockIdx.y;

@@ -1,5 +1,5 @@
-// The subset of CUDA C that the kernels are written in: NVRTC compiles it for devices, g++ with tests/cuda/simt/simt.h for tests.
-// Its rules and what the tests check of them are in docs/cuda.md.
+// Subset of CUDA C used by the kernels: compiled by NVRTC for devices, and by g++ with tests/cuda/simt/simt.h for tests.
+// For its rules and their tests see docs/cuda.md.
 #pragma once
 #ifdef SIMT_HOST
 #include "simt.h"
@@ -7,43 +7,43 @@
 typedef unsigned char uint8_t; typedef signed char int8_t; typedef unsigned short uint16_t; typedef short int16_t;
 typedef unsigned int uint32_t; typedef int int32_t; typedef unsigned long long uint64_t;
 #define SIMT_EXPORT(name)
-// A fault that tests plant, and have to find.
+// A fault injected by tests, which must detect it.
 #define PLANTED(name) false
 #define DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
-// One function for each instruction, by its PTX: NVRTC 12.2 leaves a call of `__dp4a` as an unresolved extern.
+// One function per instruction, in PTX: NVRTC 12.2 leaves calls of `__dp4a` unresolved.
 #define DEVICE __device__ __forceinline__
-// c + the products of four pairs of signed bytes.
+// c plus the products of four pairs of signed bytes.
 DEVICE int dp4a(int a, int b, int c) { int d; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-// c + the products of four unsigned bytes of a with four signed ones of b.
+// c plus the products of four unsigned bytes of a with four signed bytes of b.
 DEVICE int dp4a_unsigned(uint32_t a, int b, int c) { int d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-// c + the products of two signed 16-bit numbers with the lower, or the upper, two signed bytes of b.
+// c plus the products of two signed 16-bit numbers of a with the lower, or the upper, two signed bytes of b.
 DEVICE int dp2a_lo(int a, int b, int c) { int d; asm("dp2a.lo.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEVICE int dp2a_hi(int a, int b, int c) { int d; asm("dp2a.hi.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-// The lower word of high:low shifted to the right.
+// Lower word of high:low shifted right.
 DEVICE uint32_t funnel(uint32_t low, uint32_t high, uint32_t bits) { uint32_t d; asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(bits)); return d; }
-// Four of the eight bytes of b:a, by four bits of `which` each: the lower three are a byte's number, the upper one is clear.
+// Four of the eight bytes of b:a, each selected by four bits of `which`: a byte number in the lower three, the upper one clear.
 DEVICE uint32_t permuted(uint32_t a, uint32_t b, uint32_t which) { uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(which)); return d; }
 DEVICE float half_bits(uint32_t b) { float f; asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(b & 0xffffu)); return f; }
 DEVICE uint4 load16(const void* p) { return *(const uint4*)p; }
 DEVICE uint2 load8(const void* p) { return *(const uint2*)p; }
 DEVICE void store16(void* p, uint4 v) { *(uint4*)p = v; }
 DEVICE void store8(void* p, uint2 v) { *(uint2*)p = v; }
-// What is read once goes past the first-level cache, so that activations stay there.
+// Data read once bypasses the first-level cache, so that activations stay cached.
 DEVICE uint4 load16_once(const void* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
-// From the second-level cache: what another block of the same grid wrote may be older in the first.
+// Load from the second-level cache: the first level may be stale for data written by another block of the grid.
 DEVICE float load_shared_by_blocks(const float* p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory"); return v; }
-// An address of shared memory as instructions take it.
+// Address of shared memory, as an operand of instructions.
 typedef uint32_t Shared;
 DEVICE Shared shared_of(const void* p) { uint32_t s; asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(s) : "l"(p)); return s; }
-// The second-level cache takes all 128 bytes around it.
+// Prefetches the surrounding 128 bytes into the second-level cache.
 DEVICE void copy16_async(Shared to, const void* from) { asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 DEVICE void copy4_async(Shared to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last `left` committed groups of this thread have arrived.
+// Waits until all but the last `left` committed groups of this thread have arrived.
 template <int left> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory"); }
-// Four 8x8 matrices of 16-bit words: lane 8 m + r names row r of matrix m; a lane has two words of row lane / 4 of each.
+// Four 8x8 matrices of 16-bit words: lane 8 m + r addresses row r of matrix m; a lane receives two words of row lane / 4 of each.
 DEVICE void load_matrices(uint32_t (&r)[4], Shared at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
@@ -71,7 +71,7 @@ DEVICE int signed_byte(uint32_t word, int at) { return (int)(int8_t)(word >> 8 *
 DEVICE int low_short(uint32_t word) { return (int)(int16_t)(word & 0xffffu); }
 DEVICE int high_short(uint32_t word) { return (int)(int16_t)(word >> 16); }
 
-// Sums over a warp, by halves: every lane has the same bits.
+// Pairwise sum over a warp, bit-identical in all lanes.
 DEVICE float warp_sum(float v) {
 #pragma unroll
   for (int m = 16; m > 0; m >>= 1) v += __shfl_xor_sync(ALL, v, m);
@@ -82,14 +82,14 @@ DEVICE float warp_max(float v) {
   for (int m = 16; m > 0; m >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL, v, m));
   return v;
 }
-// Over the lanes that differ in the bits of `lanes` - 1.
+// Maximum over the lanes that differ in the bits of `lanes` - 1.
 template <int lanes> DEVICE uint32_t group_max(uint32_t v) {
 #pragma unroll
   for (int m = lanes / 2; m > 0; m >>= 1) { const uint32_t other = __shfl_xor_sync(ALL, v, m); v = other > v ? other : v; }
   return v;
 }
 
-// e^x as the CPU backend computes it (cpu/float.rs), to the bit: at -87 and 88 it stays as it is, and no number stays none.
+// e^x, bit-identical to the CPU backend (cpu/float.rs): clamped at -87 and 88; NaN stays NaN.
 DEVICE float exp_of(float x) {
   x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
   const float rounded = fmaf(x, 1.44269504f, 12582912.0f), power = rounded - 12582912.0f;
@@ -122,7 +122,7 @@ DEVICE float log_of(float x) {
 DEVICE float softplus_of(float x) {
   if (x > 20.0f) return x;
   const float y = exp_of(x), u = 1.0f + y;
-  return u == 1.0f ? y : log_of(u) + (y - (u - 1.0f)) / u;       // the second part: what the addition lost
+  return u == 1.0f ? y : log_of(u) + (y - (u - 1.0f)) / u;       // the second term restores what the addition lost
 }
 DEVICE float tanh_of(float x) {
   const float size = fabsf(x);
@@ -133,7 +133,7 @@ DEVICE float tanh_of(float x) {
   return fmaf(p * z, x, x);
 }
 
-// The nearest finite f16, of two the even one (cpu/cells.rs): the same bits as there.
+// Nearest finite f16, ties to even, bit-identical to cpu/cells.rs.
 DEVICE uint32_t half_of(float x) {
   x = x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x;
   const uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
@@ -143,18 +143,18 @@ DEVICE uint32_t half_of(float x) {
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return (half | (bits >> 16 & 0x8000u)) & 0xffffu;
 }
-// The nearest bf16, of two the even one.
+// Nearest bf16, ties to even.
 DEVICE uint32_t brain_of(float x) {
   const uint32_t bits = as_bits(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40u;
   return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
-// The nearest whole number, of two the even one, in the lowest byte; for what is between -2^22 and 2^22.
+// Nearest integer, ties to even, in the lowest byte; for values between -2^22 and 2^22.
 DEVICE uint32_t nearest(float x) { return as_bits(x + 12582912.0f) & 0xffu; }
 DEVICE float clamp_to(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
-// The last of `expected` blocks that come here: it sees what the others wrote before they came. No block waits. All threads of
-// a block call it; `slot` is a word of shared memory.
+// Returns whether this is the last of `expected` blocks to arrive, which sees what the others wrote before they arrived. No block
+// waits. All threads of a block call it; `slot` is a word of shared memory.
 DEVICE bool last_to_arrive(uint32_t* counter, uint32_t expected, uint32_t* slot) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -162,7 +162,7 @@ DEVICE bool last_to_arrive(uint32_t* counter, uint32_t expected, uint32_t* slot)
     const uint32_t before = atomic_add(counter, 1u);
     *slot = before == expected - 1u;
     if (!PLANTED(NO_FENCE_AFTER)) fence();
-    if (before == expected - 1u) atomic_add(counter, 0u - expected);   // for the next launch
+    if (before == expected - 1u) atomic_add(counter, 0u - expected);   // reset for the next launch
   }
   __syncthreads();
   return *slot != 0u;

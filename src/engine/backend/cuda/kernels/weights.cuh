@@ -1,12 +1,12 @@
-// Weights in GGUF's types, each by what it takes to read it: a step is 256 columns, sub-block `p` of 0..7 of it 32 columns.
+// Readers of weights in GGUF's types: a step is 256 columns, each of its sub-blocks `p` = 0..7 is 32 columns.
 #pragma once
 #include "subset.cuh"
 
 enum Type { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K,
   TYPE_IQ4_NL, TYPE_IQ4_XS, TYPE_MXFP4 };
 
-// `W` consecutive words `at` bytes behind an address that is a multiple of `ALIGN`; `at` is one of four. Of an even address they
-// are shifted to the right by less than 16 bits as well, of any address by none. `MORE`: the word behind may be read.
+// `W` consecutive words at `at` bytes, a multiple of four, from an address that is a multiple of `ALIGN`. With an even address, they
+// are also shifted right by `right`, less than 16 bits; with any other, `right` is 0. `MORE`: the following word may be read.
 template <int ALIGN, int W, bool MORE = false> DEVICE void words_at(const uint8_t* base, int at, uint32_t (&out)[W], int right = 0) {
   const uint8_t* p = base + at;
   if constexpr (ALIGN >= 16 && W % 4 == 0) {
@@ -28,15 +28,15 @@ template <int ALIGN, int W, bool MORE = false> DEVICE void words_at(const uint8_
     for (int i = 0; i < W; i++) out[i] = funnel(raw[i], raw[i + 1], odd * 8u + right);
   }
 }
-// Some bits of a and some others of b.
+// Bits `of_a` of a and bits `of_b` of b.
 DEVICE uint32_t joined(uint32_t a, uint32_t b, uint32_t of_a, uint32_t of_b) { return (a & of_a) | (b & of_b); }
 DEVICE float half_at(const uint8_t* p) { return half_bits(*(const uint16_t*)p); }
 
-// Types whose blocks have 32 columns: value = d * (quant - LESS) + m. A step has eight blocks.
+// Types with blocks of 32 columns: value = d * (quant - LESS) + m. A step has eight blocks.
 template <int BLOCK_BYTES, int AT, int LESSENED, bool MIN, bool FIFTH> struct Small {
   static constexpr bool SUPER = false, MINIMUM = MIN;
   static constexpr int STEP = 8 * BLOCK_BYTES, LESS = LESSENED, ALIGN = BLOCK_BYTES % 8 == 0 ? 8 : BLOCK_BYTES % 4 == 0 ? 4 : 2;
-  // Words `w` and following of sub-block `p`: four unsigned quants each. W is 8 (then w is 0), 2 or 1.
+  // W words of sub-block `p` from `w` on, with four unsigned quants each. W is 8 (then w is 0), 2 or 1.
   template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
     const uint8_t* block = step + p * BLOCK_BYTES;
     if constexpr (AT < 0) {
@@ -54,7 +54,7 @@ template <int BLOCK_BYTES, int AT, int LESSENED, bool MIN, bool FIFTH> struct Sm
 #pragma unroll
         for (int i = 0; i < W; i++) q[i] = q[i] >> (w & 4) & 0x0f0f0f0fu;
       }
-      // Bits 0..3 become bit 4 of bytes 0..3: of the four terms of the product none is carried.
+      // Moves bits 0..3 to bit 4 of bytes 0..3: the four terms of the product cause no carry.
       if constexpr (FIFTH)
 #pragma unroll
         for (int i = 0; i < W; i++) q[i] |= (fifth[0] >> (4 * (w + i)) & 15u) * 0x02040810u & 0x10101010u;
@@ -89,20 +89,20 @@ typedef Small<22, 6, 16, false, true> Q5_0;
 typedef Small<24, 8, 0, true, true> Q5_1;
 typedef Small<34, -1, 0, false, false> Q8_0;
 
-// Tables of sixteen signed bytes: of IQ4_NL and IQ4_XS (`kvalues_iq4nl` in ggml's `ggml-common.h`), and of MXFP4 twice the values of E2M1
+// Tables of sixteen signed bytes: for IQ4_NL and IQ4_XS (`kvalues_iq4nl` in ggml's `ggml-common.h`), and for MXFP4 twice the values of E2M1
 // ("OCP Microscaling Formats" 1.0, table 5).
 struct Iq4 { static constexpr uint32_t A = 0xbfad9881u, B = 0xf6eaddcfu, C = 0x26190d01u, D = 0x71594535u; };
 struct E2m1 { static constexpr uint32_t A = 0x03020100u, B = 0x0c080604u, C = 0xfdfeff00u, D = 0xf4f8fafcu; };
-// Of the indices in a word, looked up: those in the lower halves of its bytes, and those in the upper ones.
+// Looks up the eight indices of a word: those in the lower halves of its bytes, and those in the upper halves.
 template <class V> DEVICE uint2 looked_up(uint32_t word) {
-  // Three bits select among eight values of either half of the table, the fourth the half.
+  // Three bits select one of eight values in each half of the table, the fourth bit selects the half.
   const uint32_t at = word & 0x77777777u, half = (word >> 1 & 0x44444444u) | 0x32103210u;
   const uint32_t a = permuted(permuted(V::A, V::B, at), permuted(V::C, V::D, at), half);
   const uint32_t b = permuted(permuted(V::A, V::B, at >> 16), permuted(V::C, V::D, at >> 16), half >> 16);
   return make_uint2(permuted(a, b, 0x6420u), permuted(a, b, 0x7531u));
 }
 
-// Types whose blocks have 32 columns, with indices into a table behind a scale: value = d * quant.
+// Types with blocks of 32 columns, a scale followed by indices into a table: value = d * quant.
 template <class T, class V, int AT> struct SmallTable {
   static constexpr bool SUPER = false, MINIMUM = false;
   static constexpr int STEP = 8 * (AT + 16), LESS = 0;
@@ -133,8 +133,8 @@ struct IQ4_NL : SmallTable<IQ4_NL, Iq4, 2> {
 };
 struct MXFP4 : SmallTable<MXFP4, E2m1, 1> {
   static constexpr int ALIGN = 1;
-  // 2^(exponent - 127), halved for the table, to the bit as cpu/table.rs does it: the least power has no bits of exponent, and infinity
-  // less itself is NaN.
+  // 2^(exponent - 127), halved for the table, bit-identical to cpu/table.rs: the smallest power is subnormal, and infinity minus itself
+  // is NaN.
   static DEVICE float scale(const uint8_t* block) {
     const uint32_t bits = (uint32_t)*block << 23;
     const float power = as_float(bits == 0u ? 1u << 22 : bits);
@@ -142,20 +142,20 @@ struct MXFP4 : SmallTable<MXFP4, E2m1, 1> {
   }
 };
 
-// Types whose blocks have 256 columns: value = d * scale * (quant - LESS) - dmin * least. `SUB` columns share a scale.
+// Types with blocks of 256 columns: value = d * scale * (quant - LESS) - dmin * least. `SUB` columns share a scale.
 //
-// Scales and minimums of a half, 128 columns, are signed bytes in the order of columns. Quants lie in planes of bytes, each of
-// which has some bits of several sub-blocks: `plane` tells where those of sub-block `p` are, and how far they are shifted.
+// Scales and minimums of a half, 128 columns, are signed bytes in column order. Quants are stored in planes of bytes, each with
+// some bits of several sub-blocks: `plane` returns the position and the shift of those of sub-block `p`.
 //
-// A few tokens' products take bits near where they lie. Lane `p` of four has 16 columns of each sub-block of a half: `sixteens`
-// reads them, multiplied by 2^(RAISED - up(j)) for sub-block `j` of the half. With its scale times 2^up(j) the sum is 2^RAISED times
-// what it stands for, which is exact.
+// Products for a few tokens avoid shifting bits. Lane `p` of four has 16 columns of each sub-block of a half: `sixteens` reads
+// them, multiplied by 2^(RAISED - up(j)) for sub-block `j` of the half. With the scale times 2^up(j), the sum is 2^RAISED times its
+// true value, which is exact.
 struct Plane { int at; uint32_t mask; int right, left; };
 template <class T> struct Super {
   static constexpr bool SUPER = true;
-  // c + the products of four quants with bytes.
+  // c plus the products of four quants with bytes.
   static DEVICE int dot(uint32_t quants, uint32_t bytes, int c) { return dp4a_unsigned(quants, (int)bytes, c); }
-  // Words `w` and following of sub-block `p`: four unsigned quants each.
+  // W words of sub-block `p` from `w` on, with four unsigned quants each.
   template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
 #pragma unroll
     for (int n = 0; n < T::PLANES; n++) {
@@ -167,12 +167,12 @@ template <class T> struct Super {
     }
   }
 };
-// With a scale for 16 columns.
+// One scale per 16 columns.
 template <class T> struct Super16 : Super<T> {
   static constexpr int SUB = 16, WORDS = 2;
-  // Of 16 columns of sub-block `j`, the first or the last.
+  // Scale of the first or the last 16 columns of sub-block `j`.
   static DEVICE int scale_of(const uint32_t (&scales)[2], int j, int last) { return signed_byte((j & 2 ? scales[1] : scales[0]) >> 8 * last, 2 * (j & 1)); }
-  // The four of two sub-blocks, the first or the last of the half.
+  // The four scales of the first or the last two sub-blocks of the half.
   static DEVICE uint32_t four_of(const uint32_t (&scales)[2], int last) { return last ? scales[1] : scales[0]; }
 };
 template <class T> struct SixBitHead : Super<T> {
@@ -181,7 +181,7 @@ template <class T> struct SixBitHead : Super<T> {
   static DEVICE float2 factors(const uint8_t* step) { const uint32_t d = *(const uint32_t*)step; return make_float2(half_bits(d), half_bits(d >> 16)); }
   static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[1], uint32_t (&least)[1]) {
     const uint4 head = load16(step);
-    // Of the first half six bits together; of the other four here and two above the first ones'.
+    // Six bits in one byte for the first half; for the second, four bits here and two above those of the first.
     const uint32_t six = half ? 0u : 0x3f3f3f3fu, four = half ? 0x0f0f0f0fu : 0u, two = half ? 0x30303030u : 0u;
     scale[0] = (head.y & six) | (head.w & four) | (head.y >> 2 & two);
     least[0] = (head.z & six) | (head.w >> 4 & four) | (head.z >> 2 & two);
@@ -218,7 +218,7 @@ struct Q5_K : SixBitHead<Q5_K> {
     words_at<16>(step, 16 + 16 * (p & 1), fifth);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t f = fifth[i] << (p & 2 ? 0 : 4);           // of sub-block j bit 4 + j
+      const uint32_t f = fifth[i] << (p & 2 ? 0 : 4);           // bit 4 + j of sub-block j
       q[0][i] = joined(a[i], f, 0x0f0f0f0fu, 0x10101010u); q[1][i] = joined(a[i] >> 3, f, 0x1e1e1e1eu, 0x20202020u);
       q[2][i] = joined(b[i], f >> 2, 0x0f0f0f0fu, 0x10101010u); q[3][i] = joined(b[i] >> 1, f, 0x78787878u, 0x80808080u);
     }
@@ -255,7 +255,7 @@ struct Q3_K : Super16<Q3_K> {
   }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step + 108), 0.0f); }
   static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[2], uint32_t (&least)[2]) {
-    // Four bits each of eight bytes, and two of four.
+    // Eight bytes with four bits each, and four with two.
     uint32_t raw[3];
     words_at<2>(step, 96, raw, 4 * half);
 #pragma unroll
@@ -300,7 +300,7 @@ struct Q6_K : Super16<Q6_K> {
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x60606060u) ^ 0x80808080u; }
 };
 
-// With a scale for 32 columns, and indices into a table: the values are signed.
+// One scale per 32 columns, and indices into a table of signed values.
 struct IQ4_XS : Super<IQ4_XS> {
   static constexpr bool MINIMUM = false;
   static constexpr int STEP = 136, LESS = 0, SUB = 32, WORDS = 1, ALIGN = 8, RAISED = 0;
@@ -312,7 +312,7 @@ struct IQ4_XS : Super<IQ4_XS> {
   static DEVICE int dot(uint32_t quants, uint32_t bytes, int c) { return dp4a((int)quants, (int)bytes, c); }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step), 0.0f); }
   static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[1], uint32_t (&least)[1]) {
-    // Of eight scales two bits each behind the factor, then four.
+    // After the factor: two bits of each of eight scales, then four bits of each.
     const uint2 head = load8(step);
     uint32_t two = head.x >> (16 + 8 * half) & 0xffu, four = head.y >> 16 * half & 0xffffu;
     two = (two | two << 12) & 0x000f000fu; two = (two | two << 6) & 0x03030303u;
@@ -327,7 +327,7 @@ struct IQ4_XS : Super<IQ4_XS> {
     for (int j = 0; j < 4; j++) {
       uint32_t raw[4];
       words_at<ALIGN, 4>(step, 8 + 64 * (p >> 1) + 16 * j, raw);
-      // Halves of two words' bytes, as of one.
+      // Combines half bytes of two words in one.
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint2 both = looked_up<Iq4>(joined(raw[i] >> upper, raw[i + 1] << (4 - upper), 0x0f0f0f0fu, 0xf0f0f0f0u));
@@ -338,7 +338,7 @@ struct IQ4_XS : Super<IQ4_XS> {
   static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
 
-// Types without quants: eight columns from an address that is a multiple of 16, or 32 for F32.
+// Unquantised types: eight columns from an address that is a multiple of 16, or of 32 for F32.
 template <int KIND> struct Plain {
   static constexpr int BYTES = KIND == TYPE_F32 ? 4 : 2;
   static DEVICE void eight(uint4 a, uint4 b, float (&v)[8]) {
