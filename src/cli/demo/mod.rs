@@ -406,12 +406,14 @@ async fn play(
     );
     if !talk.stories(2, PATIENCE).await {
         return Err(format!(
-            "the LLM did not tell its story: {:?}",
+            "the LLM generated no story: {:?}",
             talk.outcome().failures
         ));
     }
     let calm = talk.rate();
-    narrator.say(&format!("the LLM talks on and on, {calm:.0} tokens/s"));
+    narrator.say(&format!(
+        "the LLM generates continuously, {calm:.0} tokens/s"
+    ));
 
     let sizes = Sizes::of(&watch.looks(), planned);
     narrator.say(&sizes.to_string());
@@ -421,7 +423,7 @@ async fn play(
     let granted = grow_asr(&mut operator, &watch, scenario).await;
     match &granted {
         Ok(took) => narrator.say(&format!(
-            "ASR {}, and there is no room: granted and loaded in {:.0} ms · {}",
+            "ASR {}, with no memory free: granted and loaded in {:.0} ms · {}",
             scenario.asr_growth,
             took.as_secs_f64() * 1e3,
             engine_line(&watch.status().unwrap_or_default())
@@ -446,7 +448,7 @@ async fn play(
     ));
     let back = watch.until(PATIENCE, whole).await;
     narrator.say(&format!(
-        "ASR has what it needs; {}: {}",
+        "ASR has its memory; {}: {}",
         if back { "grown back" } else { "NOT grown back" },
         engine_line(&watch.status().unwrap_or_default())
     ));
@@ -555,7 +557,7 @@ async fn play(
     let regrown = watch.until(PATIENCE, whole).await;
     let status = watch.status().unwrap_or_default();
     narrator.say(&format!(
-        "the neighbour leaves; {} after {:.1} s (dwell included)",
+        "the neighbour exits; {} after {:.1} s (dwell included)",
         engine_line(&status),
         left.elapsed().as_secs_f64()
     ));

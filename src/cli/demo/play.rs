@@ -64,7 +64,7 @@ impl Scenario {
             story: "tell me a story",
             story_tokens: 256,
             asr_variants: Some(["grammar", "open"]),
-            asr_growth: "wants its open vocabulary, +68 MiB",
+            asr_growth: "requests its open vocabulary, +68 MiB",
             llm: "context: 65536, kv_floor: 512",
             workers,
             published: None,

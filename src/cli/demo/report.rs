@@ -281,9 +281,9 @@ pub(super) fn within_budget(looks: &[Look]) -> Check {
     let budget = looks.last().map(|look| look.budget).unwrap_or_default();
     let over = looks.iter().filter(|look| look.held > look.budget).count();
     Check::new(
-        "leases ≤ budget at every look",
+        "leases ≤ budget in every sample",
         over == 0 && !looks.is_empty(),
-        format!("at most {most} of {budget} in {} looks", looks.len()),
+        format!("at most {most} of {budget} in {} samples", looks.len()),
     )
 }
 
@@ -326,7 +326,7 @@ pub(super) fn no_kills(
 
 pub(super) fn daemon_lives(lives: bool) -> Check {
     Check::new(
-        "the daemon lived through it",
+        "the daemon survived",
         lives,
         String::from(if lives { "yes" } else { "it ended" }),
     )

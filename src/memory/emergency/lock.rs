@@ -151,7 +151,7 @@ pub fn stacks() -> Option<Locked> {
 
 static STACKS: Mutex<Option<Locked>> = Mutex::new(None);
 
-const OF_STACKS: &str = "the stacks of who decides";
+const OF_STACKS: &str = "the stacks of control threads";
 
 /// Locked part of a stack (our choice); pages of deeper calls are populated on access as usual.
 const STACK: usize = 32 << 10;
