@@ -416,23 +416,23 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 const WITHOUT_KERNELS: [(Architecture, &str); 5] = [
     (
         Architecture::Exaone4,
-        "its layers have no norm before them, for which there is no kernel",
+        "its layers have no preceding norm, which no kernel supports",
     ),
     (
         Architecture::Lfm2,
-        "it has short convolutions, for which there is no kernel",
+        "it has short convolutions, which no kernel supports",
     ),
     (
         Architecture::Olmo2,
-        "its layers have no norm before them, for which there is no kernel",
+        "its layers have no preceding norm, which no kernel supports",
     ),
     (
         Architecture::Qwen3Moe,
-        "it is a mixture of experts, for which there is no kernel",
+        "it is a mixture of experts, which no kernel supports",
     ),
     (
         Architecture::Qwen3VlMoe,
-        "it is a mixture of experts, for which there is no kernel",
+        "it is a mixture of experts, which no kernel supports",
     ),
 ];
 

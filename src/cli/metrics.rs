@@ -65,8 +65,9 @@ fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
     let mut answer = request.call().map_err(unreachable)?;
     let status = answer.status().as_u16();
     if status != 200 {
-        let hint = (status == 401)
-            .then(|| "give a key with --key-file, or add `metrics` to `http.keyless`".to_owned());
+        let hint = (status == 401).then(|| {
+            "name a key file with --key-file, or add `metrics` to `http.keyless`".to_owned()
+        });
         let error = format!(
             "cannot read metrics from `{}`: it answered {status}",
             args.url

@@ -144,7 +144,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         }
         if engine.sheds > 0 {
             lines.push(format!(
-                "          {}, {} given back, touched or reserved; {} grown back",
+                "          {}, {} released, touched or reserved; {} regrown",
                 counted(usize::try_from(engine.sheds).unwrap_or(usize::MAX), "shed"),
                 bytes(engine.shed_bytes),
                 bytes(engine.regrown_bytes),

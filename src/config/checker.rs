@@ -207,7 +207,7 @@ impl Checker {
         let length = socket.as_os_str().len();
         if length > SOCKET_PATH_MAX {
             let message = format!(
-                "the socket path `{}` has {length} bytes, the kernel takes {SOCKET_PATH_MAX}",
+                "the socket path `{}` has {length} bytes, the kernel allows {SOCKET_PATH_MAX}",
                 socket.display()
             );
             self.fault(

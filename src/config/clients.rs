@@ -154,7 +154,7 @@ const CLIENTS_MAX: usize = 256;
 /// At least 96 bits, at 6 bits per character.
 const KEY_MIN: usize = 16;
 const KEY_MAX: usize = 256;
-const KEY_HINT: &str = "`openssl rand -hex 24` makes a key";
+const KEY_HINT: &str = "`openssl rand -hex 24` generates a key";
 
 #[cfg(test)]
 mod tests {

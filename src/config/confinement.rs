@@ -43,7 +43,7 @@ pub(super) fn idle(
         checker.fault(
             &key,
             "is not below `stop_after`",
-            Some("lower it, or leave it out"),
+            Some("lower it, or omit it"),
         );
     }
     idle
@@ -163,7 +163,7 @@ pub(super) fn recycle_above(
     if above < peak {
         checker.fault(
             &key,
-            format!("{above} is below {peak}, what the worker may hold at its peak"),
+            format!("{above} is below {peak}, the peak of the worker"),
             Some("raise it, or lower `memory.peak`"),
         );
     }

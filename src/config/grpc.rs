@@ -39,8 +39,8 @@ pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) ->
     if raw.socket.0.as_deref() == Some("none") && raw.abstract_name.0.as_deref() == Some("none") {
         checker.fault(
             "grpc",
-            "both sockets are `none`, so that no client could reach the supervisor",
-            Some("leave out one of `socket: none` and `abstract_name: none`"),
+            "both sockets are `none`: no client can reach the supervisor",
+            Some("omit one of `socket: none` and `abstract_name: none`"),
         );
     }
     GrpcConfig {

@@ -14,7 +14,7 @@ pub fn load(path: &Path) -> Result<Config, LoadError> {
         let text = error::read_limited(path)?;
         if raw::sets_nothing(&text) {
             return Err(LoadErrorKind::Empty(
-                "write what is to run, `llm: {path: …}` or `workers:`; for leases alone `budget: {scope: machine}`",
+                "configure `llm: {path: …}` or `workers:`; for leases alone `budget: {scope: machine}`",
             ));
         }
         Config::parse(&text)

@@ -405,7 +405,7 @@ const EXPLAINED: [(&str, &str, &str); 8] = [
     ("recursion limit", "", WRITE_OUT),
     (
         "more than one document",
-        "there is more than one document",
+        "the file has more than one document",
         "remove what follows the second `---`",
     ),
     (

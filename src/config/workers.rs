@@ -446,7 +446,7 @@ fn ready(
                 checker.fault(
                     &format!("{at}.text"),
                     "is required for `kind: log`",
-                    Some("write what the line contains, for example `text: Ready`"),
+                    Some("write a part of the line, for example `text: Ready`"),
                 );
             }
             Readiness::LogLine(text)
@@ -602,7 +602,7 @@ fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> B
     if peak < steady {
         checker.fault(
             at,
-            format!("{peak} is below {steady}, what the worker holds at rest"),
+            format!("{peak} is below {steady}, the size of the worker at rest"),
             Some("`peak` includes the memory held at rest"),
         );
     }

@@ -194,7 +194,7 @@ impl RunError {
                 "remove the file at {}, or set `runtime_dir` to another folder",
                 path.display()
             )),
-            Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
+            Self::Book { .. } => Some("it is in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("see its log; a restart begins from a clean state".into()),
             Self::Private(error) => error.kind().hints().into_iter().next(),
             Self::Remote {

@@ -220,7 +220,7 @@ impl Workers {
     /// Ends an unresponsive worker; its end is sent as an event.
     pub(super) fn abort(&self, name: &str, evidence: String) {
         let Some(worker) = self.handles.get(name).cloned() else {
-            tracing::error!(worker = name, "there is no worker of this name");
+            tracing::error!(worker = name, "no worker has this name");
             return;
         };
         self.runtime
@@ -233,14 +233,14 @@ impl Workers {
             Some(Err(error)) => {
                 tracing::error!(worker = name, %error, "cannot send a command to a worker");
             }
-            None => tracing::error!(worker = name, "there is no worker of this name"),
+            None => tracing::error!(worker = name, "no worker has this name"),
         }
     }
 
     /// Switches the variant of a worker; the outcome is sent as an event.
     pub(super) fn resize(&self, name: String, variant: String) {
         let Some(worker) = self.handles.get(&name).cloned() else {
-            tracing::error!(worker = name, "there is no worker of this name");
+            tracing::error!(worker = name, "no worker has this name");
             return;
         };
         let control = Arc::clone(&self.control);

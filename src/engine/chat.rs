@@ -448,7 +448,7 @@ fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String) -> Value {
 
 pub(super) const KEY_TEMPLATE: &str = "tokenizer.chat_template";
 
-const REFUSED_WITHOUT: &str = "chats are refused, and completions go on with a text as it stands";
+const REFUSED_WITHOUT: &str = "chats are refused; completions continue a text verbatim";
 
 /// The control tokens of ChatML.
 const CHATML_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];

@@ -40,7 +40,7 @@ pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Faul
             }
             "grammar" | "guided_choice" | "guided_grammar" | "guided_json" | "guided_regex"
             | "json_schema" | "structured_outputs" => {
-                "is not supported: ask for a JSON schema by `response_format` of chat completions"
+                "is not supported: use a JSON schema in `response_format` of chat completions"
             }
             _ => return None,
         };

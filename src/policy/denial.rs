@@ -257,7 +257,7 @@ impl fmt::Display for Holders {
                 share.holder, share.held
             ),
             None => format!(
-                "{} holds {} and can give {}",
+                "{} holds {} and can release {}",
                 share.holder, share.held, share.gives
             ),
         });
@@ -391,7 +391,7 @@ mod tests {
         assert_eq!(
             denial(shares, Bytes::from_mib(5)).to_string(),
             format!(
-                "{words} (a#1 holds 6 GiB, none of it for interactive: interactive is as urgent; a#2 holds 3 GiB and can give \
+                "{words} (a#1 holds 6 GiB, none of it for interactive: interactive is as urgent; a#2 holds 3 GiB and can release \
                  1 GiB; 5 MiB is unaccounted and held by no tenant)"
             )
         );

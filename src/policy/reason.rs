@@ -103,7 +103,7 @@ impl PlanChange {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum PlanReason {
-    #[error("{reclaim}; the engine gives up {gives}: {change}")]
+    #[error("{reclaim}; the engine sheds {gives}: {change}")]
     Shed {
         reclaim: ReclaimReason,
         gives: Bytes,
@@ -182,7 +182,7 @@ pub enum StopReason {
     #[error("it holds {held}, and the budget is {budget}")]
     OverBudget { held: Bytes, budget: Bytes },
     /// The previous run had asked it to stop.
-    #[error("it was asked to stop before the supervisor ended")]
+    #[error("its stop was requested before the supervisor ended")]
     AskedBefore,
 }
 

@@ -130,7 +130,7 @@ impl Capabilities {
         look("board", knows_board, &mut |found| found.board(&board));
         if !unknown.is_empty() {
             found.warnings.push(format!(
-                "not in this folder, so that nothing is known of it: {}",
+                "not in this folder, therefore unknown: {}",
                 unknown.join(", ")
             ));
         }
@@ -375,12 +375,12 @@ impl Capabilities {
         let (presence, consequence) = if whole {
             (
                 Presence::Present,
-                "GPU memory is seen per process, and so is what the page pool keeps",
+                "GPU memory is measured per process, as is the page pool",
             )
         } else {
             (
                 Presence::Limited,
-                "what cannot be read counts as nothing: GPU memory of workers as unaccounted, the page pool as used",
+                "unreadable counters count as zero: GPU memory of workers as unaccounted, the page pool as used",
             )
         };
         self.add(
@@ -418,7 +418,7 @@ impl Capabilities {
         let store = swap::zram_store(root);
         let cost = match store {
             Some(store) => format!(", which costs {store} now"),
-            None if zram > Bytes::ZERO => ", and what that costs cannot be read".to_owned(),
+            None if zram > Bytes::ZERO => ", at an unreadable cost".to_owned(),
             None => String::new(),
         };
         self.add(
@@ -451,7 +451,7 @@ impl Capabilities {
                     .model
                     .clone()
                     .unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
-                "what is particular to a Jetson (CMA, nvmap, its page pool) is not exercised here",
+                "features of a Jetson (CMA, nvmap, its page pool) are not exercised here",
             );
             return;
         }
@@ -494,4 +494,4 @@ pub(super) const CAP_SYS_RESOURCE: u32 = 24;
 /// Just below the half that `nvzramconfig` configures, since it rounds down per CPU.
 const ZRAM_STOCK_PER_MILLE: u32 = 480;
 
-const CMA_ABSENT: &str = "nothing has to be subtracted from what is available";
+const CMA_ABSENT: &str = "nothing is subtracted from the available memory";

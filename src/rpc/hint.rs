@@ -58,8 +58,7 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
         Denial::NotGrowing {
             wait: GrowthWait::Pressure { .. },
         } => Some(
-            "wait until the headroom has recovered; `cotenant status` shows who holds memory"
-                .to_owned(),
+            "wait until the headroom has recovered; `cotenant status` shows the holders".to_owned(),
         ),
         Denial::NotGrowing { .. } => None,
         Denial::Replaced { .. } => {

@@ -206,7 +206,7 @@ pub enum LaunchError {
         text: String,
     },
     /// The socket's path is too long for the kernel.
-    #[error("socket path `{}` has {bytes} bytes, the kernel takes {SOCKET_PATH_BYTES_MAX}", path.display())]
+    #[error("socket path `{}` has {bytes} bytes, the kernel allows {SOCKET_PATH_BYTES_MAX}", path.display())]
     SocketPath {
         /// The path.
         path: PathBuf,
@@ -556,7 +556,7 @@ mod tests {
             Launch::prepare(&long, None)
                 .unwrap_err()
                 .to_string()
-                .ends_with("has 130 bytes, the kernel takes 107")
+                .ends_with("has 130 bytes, the kernel allows 107")
         );
     }
 }

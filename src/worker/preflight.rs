@@ -245,7 +245,7 @@ fn judge_arguments(
             format!(
                 "it wants to lock its memory and may lock {limit}, with a `memory.peak` of {peak}"
             ),
-            "raise `LimitMEMLOCK` of the unit, or leave `--mlock` out",
+            "raise `LimitMEMLOCK` of the unit, or omit `--mlock`",
         ));
     }
     if !machine.unified {
@@ -279,7 +279,7 @@ fn judge_arguments(
             format!(
                 "`{flag}` moves memory from the GPU to the CPU, which share it on this machine"
             ),
-            "leave it out; use a smaller model, a smaller context or fewer layers in memory",
+            "omit it; use a smaller model, a smaller context or fewer layers in memory",
         ));
     }
     found

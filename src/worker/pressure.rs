@@ -59,7 +59,7 @@ enum End {
 
 /// Reason why a worker cannot be notified.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot make `{path}` for a worker to watch")]
+#[error("cannot create `{path}` for a worker to watch")]
 pub struct TapError {
     path: PathBuf,
     #[source]
@@ -308,7 +308,7 @@ mod tests {
         drop(Tap::open(&watch).unwrap());
         fs::write(&watch.path, "data").unwrap();
         let error = Tap::open(&watch).unwrap_err();
-        assert!(error.to_string().starts_with("cannot make `"), "{error}");
+        assert!(error.to_string().starts_with("cannot create `"), "{error}");
         assert_eq!(fs::read_to_string(&watch.path).unwrap(), "data");
     }
 }

@@ -787,7 +787,7 @@ fn a_worker_that_cannot_run_says_what_to_do() {
 
     let text = asr(&["--vocabulary", "grammar"]);
     assert!(
-        text.starts_with("error: no grammar is given for vocabulary `grammar`\nhint: "),
+        text.starts_with("error: vocabulary `grammar` needs a grammar file\nhint: "),
         "{text}"
     );
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("none.gram")]);

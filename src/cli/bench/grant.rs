@@ -152,7 +152,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let mut report = Report::new(
         "grant",
         format!(
-            "{} rounds; engine {engine}, all of it in memory; budget {total}; ASR holds {ASR_SMALL} and asks for {more} more",
+            "{} rounds; engine {engine}, fully resident; budget {total}; ASR holds {ASR_SMALL} and requests {more} more",
             args.rounds
         ),
     );

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, time::Duration};
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HttpError {
     /// There was no answer.
-    #[error("cannot ask `{path}`")]
+    #[error("cannot request `{path}`")]
     Transport {
         /// The path.
         path: &'static str,

@@ -532,12 +532,12 @@ async fn play(
             .into_iter()
             .find(|why| !why.is_empty());
         Err(format!(
-            "ASR did not come back: {}",
+            "ASR did not restart: {}",
             known.unwrap_or_default()
         ))
     };
     report.check(Check::new(
-        "a killed worker comes back",
+        "a killed worker is restarted",
         fourth
             .as_ref()
             .is_ok_and(|fourth| fourth.answer == first.answer),

@@ -307,7 +307,7 @@ pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
             let tokens = plan.map_or(0, |plan| plan.kv_capacity.get());
             let held = plan.map_or(0, |plan| plan.resident.len());
             format!(
-                "runs with less: peak {peak} of a budget of {budget}; the LLM keeps {held} of its parts and {tokens} tokens \
+                "runs with less: peak {peak} of a budget of {budget}; the LLM holds {held} of its parts and {tokens} tokens \
                  of {}",
                 forecast.llm.context
             )

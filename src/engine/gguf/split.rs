@@ -110,7 +110,7 @@ fn join(
     match first.u32(KEY_TENSORS) {
         Some(expected) if expected != found => Err(LoadErrorKind::Metadata {
             key: KEY_TENSORS.to_owned(),
-            problem: format!("it says {expected}, the {count} parts have {found}"),
+            problem: format!("it declares {expected}, the {count} parts have {found}"),
         }),
         _ => Ok((first, files)),
     }

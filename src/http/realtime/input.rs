@@ -173,7 +173,7 @@ impl Input {
             return Err(Fault::bad_request(
                 "input_audio_buffer_commit_empty",
                 format!(
-                    "cannot commit the input audio buffer: it has {} ms of audio, the least is {} ms",
+                    "cannot commit the input audio buffer: it has {} ms of audio, the minimum is {} ms",
                     millis(held),
                     COMMIT_MIN.as_millis()
                 ),

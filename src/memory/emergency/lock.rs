@@ -76,7 +76,7 @@ pub(super) fn range(what: &'static str, start: *const u8, length: usize, when: W
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::ENOMEM | libc::EPERM) => {
-                format!("{bytes} more would be beyond what may be locked (`LimitMEMLOCK` of the unit, `ulimit -l`)")
+                format!("{bytes} more would exceed the limit of locked memory (`LimitMEMLOCK` of the unit, `ulimit -l`)")
             }
             _ => error.to_string(),
         }

@@ -129,7 +129,7 @@ fn swap_missing(facts: &Facts<'_>) -> Option<Found> {
         "no swap: idle pages of other programs stay in memory; of a tenth of them is reckoned here"
             .to_owned(),
         Cost::Memory(idle),
-        "a swap file of some GiB on NVMe takes idle pages; leave it out on SD cards",
+        "a swap file of some GiB on NVMe takes idle pages; avoid it on SD cards",
     )
 }
 
@@ -153,10 +153,10 @@ fn nvmap_pool(facts: &Facts<'_>) -> Option<Found> {
     (pool >= Bytes::from_mib(256)).then_some(())?;
     note(
         format!(
-            "nvmap keeps {pool} of freed GPU memory for the next GPU allocation; no CPU program sees it"
+            "nvmap keeps {pool} of freed GPU memory for the next GPU allocation, out of reach of CPU programs"
         ),
         Cost::Memory(pool),
-        "before a CPU worker starts, give it back: `echo 1 > /sys/module/nvmap/parameters/shrink_page_pools`",
+        "before a CPU worker starts, release it: `echo 1 > /sys/module/nvmap/parameters/shrink_page_pools`",
     )
 }
 
@@ -219,9 +219,7 @@ fn swappiness(facts: &Facts<'_>) -> Option<Found> {
     let value: u64 = facts.proc("sys/vm/swappiness")?.parse().ok()?;
     (value > 100 && !swap::devices(facts.root).is_empty()).then_some(())?;
     note(
-        format!(
-            "`vm.swappiness` is {value}: workers are swapped before the page cache is given up"
-        ),
+        format!("`vm.swappiness` is {value}: workers are swapped before the page cache is dropped"),
         Cost::Risk,
         "set `vm.swappiness=10`; speech workers answer late after swap-in",
     )

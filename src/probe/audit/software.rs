@@ -285,7 +285,7 @@ fn rights(facts: &Facts<'_>) -> Option<Found> {
     note(
         format!("as run here, without {}", missing.join(" and ")),
         Cost::Risk,
-        "the unit that comes with cotenant gives both; they matter to the service, not to a check",
+        "cotenant's unit grants both; they matter to the service, not to a check",
     )
 }
 
@@ -325,7 +325,7 @@ const SANDBOX: [(&str, &[&str], &str); 7] = [
     (
         "PrivateUsers",
         &["no", "false", ""],
-        "hides who a client is",
+        "hides the identity of clients",
     ),
     (
         "ProtectKernelTunables",
@@ -426,7 +426,7 @@ fn other_oom_policy(facts: &Facts<'_>) -> Option<Found> {
     let (names, bytes) = facts.running(&["earlyoom", "systemd-oomd", "nohang", "oomd", "lmkd"])?;
     warning(
         format!(
-            "{names} ends processes under pressure too, by a floor of its own that may lie above ours"
+            "{names} also kills processes under pressure, by its own floor, which may be above cotenant's"
         ),
         Cost::Memory(bytes),
         "exempt cotenant's unit (`ManagedOOMPreference=omit`, `earlyoom --avoid`), set its floor below \

@@ -254,7 +254,7 @@ fn own(roots: &ProbeRoot) -> Result<Cgroup, String> {
     let mount = roots.sys("fs/cgroup");
     group.ok_or_else(|| {
         format!(
-            "no group of ours with a memory controller below `{}`",
+            "no group of the supervisor with a memory controller below `{}`",
             mount.display()
         )
     })
@@ -411,7 +411,7 @@ mod tests {
         );
         let reason = Groups::open(&roots).describe().unwrap_err();
         assert!(
-            reason.starts_with("no group of ours with a memory controller"),
+            reason.starts_with("no group of the supervisor with a memory controller"),
             "{reason}"
         );
     }

@@ -228,7 +228,7 @@ impl Recording {
                 .try_acquire_many_owned(permits)
                 .map_err(|_full| {
                     let text = format!(
-                        "other recordings leave no room of {} s",
+                        "other recordings leave less than {} s of capacity",
                         RECORDED_SAMPLES_MAX / RATE
                     );
                     Refusal::new(BUSY, text)
@@ -285,7 +285,7 @@ impl Session for Hearing {
             Event::Resize(wanted) => {
                 let vocabulary = Vocabulary::named(&wanted.variant).ok_or_else(|| {
                     let text = format!(
-                        "no variant `{}`; there are `grammar` and `open`",
+                        "no variant `{}`; known are `grammar` and `open`",
                         wanted.variant
                     );
                     Refusal::new(BAD_REQUEST, text)

@@ -23,7 +23,7 @@ pub enum VerbError {
         source: io::Error,
     },
     /// A grammar is required, but none is given.
-    #[error("no grammar is given for vocabulary `grammar`")]
+    #[error("vocabulary `grammar` needs a grammar file")]
     NoGrammar,
     /// The grammar cannot be read.
     #[error("cannot read grammar `{}`", path.display())]

@@ -23,18 +23,19 @@ impl Limited {
     /// Creates a group beside this process's own, if this user may.
     fn new(mib: u64) -> Result<Self, String> {
         let own = Cgroup::own(&ProbeRoot::default())
-            .ok_or("no group of ours with a memory controller")?;
+            .ok_or("no group of the supervisor with a memory controller")?;
         let folder = own
             .folder()
             .join(format!("cotenant-limit-{}", std::process::id()));
-        fs::create_dir(&folder)
-            .map_err(|error| format!("no group of ours with a memory controller: {error}"))?;
+        fs::create_dir(&folder).map_err(|error| {
+            format!("no group of the supervisor with a memory controller: {error}")
+        })?;
         let group = Self {
             folder,
             version: own.version(),
         };
         if !group.file().exists() {
-            return Err("no group of ours with a memory controller below it".to_owned());
+            return Err("no group of the supervisor with a memory controller below it".to_owned());
         }
         group.limit(mib);
         Ok(group)

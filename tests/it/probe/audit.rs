@@ -561,7 +561,7 @@ fn what_was_not_copied_is_no_finding_and_neither_is_the_process_that_copied() {
         assert!(!said.contains(word), "{word}: {said}");
     }
     assert!(
-        said.contains("nothing is known of it: psi, vmstat, nvmap"),
+        said.contains("therefore unknown: psi, vmstat, nvmap"),
         "{said}"
     );
     // A copied file stays unchanged: no trigger is written to it.

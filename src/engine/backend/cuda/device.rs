@@ -225,9 +225,7 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
         }
     }
     if !spec.architecture.norms().before {
-        return Some(
-            "its layers have no norm before them, for which there is no kernel".to_owned(),
-        );
+        return Some("its layers have no preceding norm, which no kernel supports".to_owned());
     }
     let attention = &spec.attention;
     let dim = attention.head_dim;
@@ -245,11 +243,11 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
         }
     }
     if spec.experts.is_some() {
-        return Some("it is a mixture of experts, for which there is no kernel".to_owned());
+        return Some("it is a mixture of experts, which no kernel supports".to_owned());
     }
     let recurrent = match spec.recurrent? {
         RecurrentSpec::Convolution(_) => {
-            return Some("it has short convolutions, for which there is no kernel".to_owned());
+            return Some("it has short convolutions, which no kernel supports".to_owned());
         }
         RecurrentSpec::Delta(delta) => delta,
     };
