@@ -951,7 +951,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
         (
             "FAKE_CUDA_LARGEST",
             "4096".to_owned(),
-            "the GPU does not compute: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY",
+            "the GPU failed its trial: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY",
         ),
         (
             "FAKE_CUDA_MEMORY",
