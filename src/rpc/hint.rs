@@ -125,7 +125,7 @@ mod tests {
             (
                 40,
                 20,
-                "ask for 60 MiB or less, or let the request wait until others release",
+                "request 60 MiB or less, or let the request wait until others release",
             ),
             (
                 0,
