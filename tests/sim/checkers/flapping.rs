@@ -23,15 +23,13 @@ pub(crate) struct Flapping {
 impl Checker for Flapping {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let dwell = step.params.pressure.dwell;
-        // An operator's request does not wait.
+        // An operator's request does not wait, and nothing waits for it.
+        let regrow = matches!(step.event, Event::OperatorRegrow { .. });
         if matches!(
             step.event,
             Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }
         ) {
             self.shed_at = None;
-        }
-        if matches!(step.event, Event::OperatorRegrow { .. }) {
-            self.fell_at = None;
         }
         // Exempt are also layers that made room for a larger chunk, which a running prompt has delayed.
         if let (Event::EngineApplied(EngineApplied { in_force, .. }), Some(asked)) =
@@ -42,6 +40,9 @@ impl Checker for Flapping {
         }
         for action in step.actions {
             match action {
+                Action::LevelChanged(LevelChange { from, to, .. }) if to < from && regrow => {
+                    self.fell_at = None;
+                }
                 Action::LevelChanged(LevelChange { from, to, reason }) if to < from => {
                     // A late sample counts at the time when it was taken.
                     let at = if let Event::Sampled(sample) = step.event {
