@@ -138,7 +138,7 @@ impl ModelShape {
         let least = price.prompts_us(streamed.bytes, from.prefill_chunk) / GAIN_LEAST;
         let givable = bounds.layers_to_give(from);
         let sound = larger.filter_map(|chunk| {
-            let missing = holds
+            let mut missing = holds
                 .saturating_add(self.chunk_bytes(from.prefill_chunk, chunk))
                 .saturating_sub(bytes);
             let mut plan = EnginePlan {
@@ -147,14 +147,21 @@ impl ModelShape {
             };
             let mut without = streamed;
             let given = |without: Missing| without.bytes.saturating_sub(streamed.bytes);
+            // The first part that is streamed needs the ring; experts need none.
+            let mut ring = self
+                .ring_bytes
+                .saturating_sub(self.ring_beside(&from.resident));
             for index in &givable {
                 if given(without) >= missing {
                     break;
                 }
                 plan.resident.remove(index);
-                without = bounds
-                    .part(*index)
-                    .map_or(without, |part| without.with(part));
+                if let Some(part) = bounds.part(*index) {
+                    without = without.with(part);
+                    if part.is_streamed() {
+                        missing = missing.saturating_add(std::mem::take(&mut ring));
+                    }
+                }
             }
             let given = given(without);
             let then = price.weights_us(without, chunk);

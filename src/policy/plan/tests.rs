@@ -334,13 +334,17 @@ proptest! {
     fn a_larger_chunk_fits_and_pays_and_goes_when_nothing_is_streamed(
         layers in prop::collection::vec(1u64..100_000_000, 1..40),
         ring in 0u64..200_000,
+        experts in prop::option::of(2u32..6),
         per_token in 1u64..200_000,
         (read, prefill) in (1u64..3_000_000, 1u64..100_000),
         resident_min in 0u32..50,
         mode in prop::sample::select(MODES.to_vec()),
         (share, room) in (0u64..1100, 0u64..50_000_000),
     ) {
-        let shape = ModelShape { workspace_bytes_per_token: Bytes::new(per_token), ..shape(&layers, ring, 64) };
+        let mut shape = ModelShape { workspace_bytes_per_token: Bytes::new(per_token), ..shape(&layers, ring, 64) };
+        if let Some(parts) = experts {
+            let_most_be_experts(&mut shape, parts);
+        }
         let speed = Calibration { prefill_ns_per_mib: prefill, ..Calibration::FIELD.with_reading(read) };
         let plain = PlanLimits { resident_min, ..limits(mode) }.at_speed(speed);
         let limits = plain.with_chunks_up_to(Tokens::new(600));
