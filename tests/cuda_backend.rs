@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 5] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 6] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -428,6 +428,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 5] = [
     ),
     (
         Architecture::Qwen3Moe,
+        "it is a mixture of experts, which no kernel supports",
+    ),
+    (
+        Architecture::Qwen35Moe,
         "it is a mixture of experts, which no kernel supports",
     ),
     (

@@ -39,7 +39,7 @@ impl Weights for Synthetic {
             kv_heads: 2,
             head_dim: 64,
             rotary: match architecture {
-                Architecture::Qwen35 => 16,
+                Architecture::Qwen35 | Architecture::Qwen35Moe => 16,
                 Architecture::Phi3 => 48,
                 _ => 64,
             },
@@ -52,7 +52,9 @@ impl Weights for Synthetic {
             },
             recurrent: (2, 4, 64),
             experts: match architecture {
-                Architecture::Qwen3Moe | Architecture::Qwen3VlMoe => (8, 2),
+                Architecture::Qwen3Moe | Architecture::Qwen35Moe | Architecture::Qwen3VlMoe => {
+                    (8, 2)
+                }
                 _ => (0, 0),
             },
             vocabulary: 320,

@@ -198,6 +198,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         "qwen3" => Architecture::Qwen3,
         "qwen3_moe" => Architecture::Qwen3Moe,
         "qwen3_5" | "qwen3_5_text" => Architecture::Qwen35,
+        "qwen3_5_moe" | "qwen3_5_moe_text" => Architecture::Qwen35Moe,
         _ => return Err(ConfigJsonErrorKind::Family { found: family }),
     };
     let read = Dimensions(config);
@@ -208,7 +209,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         None => width / heads.max(1),
     };
     let recurrent = match architecture {
-        Architecture::Qwen35 => (
+        Architecture::Qwen35 | Architecture::Qwen35Moe => (
             read.number("linear_num_key_heads", 1024)?,
             read.number("linear_num_value_heads", 1024)?,
             read.number("linear_key_head_dim", 1024)?,
@@ -224,7 +225,9 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         layers: read.number("num_hidden_layers", 512)?,
         width,
         feed_forward: match architecture {
-            Architecture::Qwen3Moe => read.number("moe_intermediate_size", WIDTH_MAX)?,
+            Architecture::Qwen3Moe | Architecture::Qwen35Moe => {
+                read.number("moe_intermediate_size", WIDTH_MAX)?
+            }
             _ => read.number("intermediate_size", WIDTH_MAX)?,
         },
         heads,
@@ -245,7 +248,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         },
         recurrent,
         experts: match architecture {
-            Architecture::Qwen3Moe => (
+            Architecture::Qwen3Moe | Architecture::Qwen35Moe => (
                 read.number("num_experts", 512)?,
                 read.number("num_experts_per_tok", 512)?,
             ),

@@ -555,7 +555,11 @@ impl Widths {
         let of = |width: fn(&RecurrentSpec) -> usize| spec.recurrent.as_ref().map_or(0, width);
         let (values, heads) = (of(RecurrentSpec::values), of(RecurrentSpec::value_heads));
         let projected = if attention.gated { 2 * query } else { query };
-        let (ff, experts) = (spec.feed_forward, spec.experts);
+        let experts = spec.experts;
+        let ff = experts
+            .map_or(0, |experts| experts.inner)
+            .max(spec.feed_forward);
+        let shared = usize::from(experts.is_some_and(|experts| experts.shared > 0));
         Self {
             stream: spec.width,
             wide: projected.max(of(RecurrentSpec::inputs)).max(ff),
@@ -563,11 +567,11 @@ impl Widths {
             third: kv
                 .max(heads)
                 .max(experts.map_or(0, |experts| experts.count)),
-            fourth: heads,
+            fourth: heads.max(shared),
             mixed: query
                 .max(of(RecurrentSpec::scratch))
                 .max(experts.map_or(0, |_| spec.width)),
-            experts: experts.map_or(0, |experts| experts.used * spec.width),
+            experts: experts.map_or(0, |experts| (experts.used + shared) * spec.width),
             rotary: match (attends, attention.local) {
                 (false, _) => 0,
                 (true, None) => attention.rotary,

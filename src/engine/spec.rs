@@ -200,6 +200,7 @@ impl Spec {
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let experts = keys.experts(architecture)?;
         let feed_forward = match &experts {
+            Some(experts) if experts.shared > 0 => experts.shared,
             Some(experts) => experts.inner,
             None => keys.count_of_layers("feed_forward_length", WIDTH_MAX)?,
         };
@@ -209,7 +210,9 @@ impl Spec {
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
             Architecture::Lfm2 => Some(RecurrentSpec::Convolution(keys.convolution(width)?)),
-            Architecture::Qwen35 => Some(RecurrentSpec::Delta(keys.delta()?)),
+            Architecture::Qwen35 | Architecture::Qwen35Moe => {
+                Some(RecurrentSpec::Delta(keys.delta()?))
+            }
             _ => None,
         };
         let embedding = tensor(header, "token_embd.weight")?;
@@ -255,7 +258,7 @@ impl Spec {
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
-                Some(RecurrentSpec::Delta(spec)) => builder.delta(spec)?,
+                Some(RecurrentSpec::Delta(spec)) => builder.delta(architecture, spec)?,
                 None => builder.attention(
                     architecture,
                     attention.local.is_some() && keys.is_local(architecture, index),

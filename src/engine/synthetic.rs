@@ -134,6 +134,23 @@ impl Synthetic {
         }
     }
 
+    /// The shape of Qwen3.6-35B-A3B.
+    #[must_use]
+    pub const fn qwen35_35b_a3b(types: TypeMix, seed: u64) -> Self {
+        Self {
+            architecture: Architecture::Qwen35Moe,
+            layers: 40,
+            width: 2048,
+            feed_forward: 512,
+            heads: 16,
+            kv_heads: 2,
+            recurrent: (16, 32, 128),
+            experts: (256, 8),
+            tied: false,
+            ..Self::qwen35_0_8b(types, seed)
+        }
+    }
+
     /// The shape of Qwen3-0.6B.
     #[must_use]
     pub const fn qwen3_0_6b(types: TypeMix, seed: u64) -> Self {
@@ -247,6 +264,10 @@ impl Synthetic {
             put("expert_count", Entry::Uint(self.experts.0));
             put("expert_used_count", Entry::Uint(self.experts.1));
             put("expert_feed_forward_length", Entry::Uint(self.feed_forward));
+            if self.architecture == Architecture::Qwen35Moe {
+                let key = "expert_shared_feed_forward_length";
+                put(key, Entry::Uint(self.feed_forward));
+            }
         }
         put("attention.head_count", Entry::Uint(self.heads));
         let heads = (0..self.layers).map(|layer| match self.is_recurrent(layer) {
@@ -330,7 +351,7 @@ impl Synthetic {
                 put("rope.dimension_sections", Entry::Ints(sections.to_vec()));
                 put("n_deepstack_layers", Entry::Uint(3));
             }
-            Architecture::Qwen35 => {
+            Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 let (keys, values, dim) = self.recurrent;
                 let pairs = self.rotary / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
@@ -379,7 +400,7 @@ impl Synthetic {
             | Architecture::Qwen3Moe
             | Architecture::Qwen3Vl
             | Architecture::Qwen3VlMoe => "qwen2",
-            Architecture::Qwen35 => "qwen35",
+            Architecture::Qwen35 | Architecture::Qwen35Moe => "qwen35",
             Architecture::Lfm2 => "lfm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
@@ -479,11 +500,7 @@ impl Synthetic {
                 matrix("ssm_beta", width, values, false);
                 matrix("ssm_out", values * dim, width, false);
             } else {
-                let gated = if self.architecture == Architecture::Qwen35 {
-                    2
-                } else {
-                    1
-                };
+                let gated = if self.architecture.is_qwen35() { 2 } else { 1 };
                 if self.architecture == Architecture::Phi3 {
                     matrix("attn_qkv", width, query + 2 * kv, true);
                 } else {
@@ -498,6 +515,11 @@ impl Synthetic {
                 stack("ffn_gate_exps", width, inner, false, experts);
                 stack("ffn_up_exps", width, inner, false, experts);
                 stack("ffn_down_exps", inner, width, true, experts);
+                if self.architecture == Architecture::Qwen35Moe {
+                    stack("ffn_gate_shexp", width, inner, false, 0);
+                    stack("ffn_up_shexp", width, inner, false, 0);
+                    stack("ffn_down_shexp", inner, width, true, 0);
+                }
             } else if self.architecture == Architecture::Phi3 {
                 matrix("ffn_up", width, 2 * self.feed_forward, false);
                 matrix("ffn_down", self.feed_forward, width, true);
@@ -520,11 +542,14 @@ impl Synthetic {
             let norms = self.architecture.norms();
             if norms.before {
                 vector("attn_norm.weight", width, Draw::Norm);
-                if self.architecture == Architecture::Qwen35 {
+                if self.architecture.is_qwen35() {
                     vector("post_attention_norm.weight", width, Draw::Norm);
                 } else {
                     vector("ffn_norm.weight", width, Draw::Norm);
                 }
+            }
+            if self.architecture == Architecture::Qwen35Moe {
+                vector("ffn_gate_inp_shexp.weight", width, Draw::Bias);
             }
             if norms.after {
                 vector("post_attention_norm.weight", width, Draw::Norm);
@@ -594,7 +619,7 @@ impl Synthetic {
     const fn is_recurrent(&self, layer: u32) -> bool {
         match self.architecture {
             Architecture::Lfm2 => !(layer + 1).is_multiple_of(3),
-            Architecture::Qwen35 => !(layer + 1).is_multiple_of(4),
+            Architecture::Qwen35 | Architecture::Qwen35Moe => !(layer + 1).is_multiple_of(4),
             _ => false,
         }
     }

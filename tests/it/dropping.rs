@@ -29,6 +29,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
         compute: threads.into(),
         name: None,
         context: Some(Tokens::new(512)),
+        conversations: 0,
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,
@@ -303,6 +304,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
         if matches!(
             architecture,
             Architecture::Qwen35
+                | Architecture::Qwen35Moe
                 | Architecture::Lfm2
                 | Architecture::Olmo2
                 | Architecture::Phi3

@@ -44,6 +44,12 @@ pub(crate) enum ShapeName {
     /// Eight of its 48 layers and a vocabulary of 32,000 tokens.
     #[value(name = "qwen3-a3b-8")]
     Qwen3MoeSmall,
+    /// Qwen3.6-35B-A3B, 20 GB in Q4_K_M.
+    #[value(name = "qwen35-35b-a3b")]
+    Qwen35Moe,
+    /// Eight of its 40 layers and a vocabulary of 32,000 tokens.
+    #[value(name = "qwen35-a3b-8")]
+    Qwen35MoeSmall,
     /// Llama-3.2-1B.
     #[value(name = "llama-3.2-1b")]
     Llama,
@@ -81,6 +87,8 @@ pub(crate) enum ShapeName {
     TinyQwen3Moe,
     /// The same of Qwen3.5.
     TinyQwen35,
+    /// The same of Qwen3.5 with a mixture of experts.
+    TinyQwen35Moe,
     /// The same of Qwen3-VL's text part.
     #[value(name = "tiny-qwen3vl")]
     TinyQwen3Vl,
@@ -184,6 +192,12 @@ impl ShapeName {
                 vocabulary: 32_000,
                 ..Synthetic::qwen3_30b_a3b(mix, seed)
             },
+            Self::Qwen35Moe => Synthetic::qwen35_35b_a3b(mix, seed),
+            Self::Qwen35MoeSmall => Synthetic {
+                layers: 8,
+                vocabulary: 32_000,
+                ..Synthetic::qwen35_35b_a3b(mix, seed)
+            },
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
             Self::Gemma3 => gemma3_1b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
@@ -199,6 +213,7 @@ impl ShapeName {
             Self::TinyQwen3 => tiny(Architecture::Qwen3),
             Self::TinyQwen3Moe => tiny(Architecture::Qwen3Moe),
             Self::TinyQwen35 => tiny(Architecture::Qwen35),
+            Self::TinyQwen35Moe => tiny(Architecture::Qwen35Moe),
             Self::TinyQwen3Vl => tiny(Architecture::Qwen3Vl),
             Self::TinySmolLm3 => tiny(Architecture::SmolLm3),
         };

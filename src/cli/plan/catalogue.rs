@@ -198,6 +198,7 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
             },
         ),
         ("Qwen3-30B-A3B", Synthetic::qwen3_30b_a3b(types, 0)),
+        ("Qwen3.6-35B-A3B", Synthetic::qwen35_35b_a3b(types, 0)),
         (
             "Qwen3-14B",
             Synthetic {

@@ -615,12 +615,19 @@ impl Pass<'_, '_> {
     }
 
     pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
+        self.norm(index, Vector::FfnNorm, &[Role::FfnGate, Role::FfnUp])?;
+        self.gated(index, Slot::Normed)?;
+        self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
+        Ok(())
+    }
+
+    /// Computes the feed-forward part of the normed rows.
+    pub(super) fn gated(&mut self, index: usize, out: Slot) -> Result<(), Failure> {
         let (inner, width) = (self.model.spec.feed_forward, self.model.spec.width);
         let wants = [
             (Role::FfnGate, Slot::Wide, inner),
             (Role::FfnUp, Slot::Second, inner),
         ];
-        self.norm(index, Vector::FfnNorm, &wants.map(|(role, ..)| role))?;
         let vector = |vector| {
             self.model
                 .weights
@@ -636,10 +643,7 @@ impl Pass<'_, '_> {
             prepare: self.prepare(index, &[Role::FfnDown], 0),
         };
         self.products_then(index, Slot::Normed, &wants, Some(activate))?;
-        let wants = [(Role::FfnDown, Slot::Normed, width)];
-        self.products(index, Slot::Wide, &wants)?;
-        self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
-        Ok(())
+        self.products(index, Slot::Wide, &[(Role::FfnDown, out, width)])
     }
 
     /// Returns the place at which a layer's matrix for `role` begins.

@@ -50,19 +50,27 @@ pub(super) fn compute(
     index: usize,
     spec: &ExpertSpec,
 ) -> Result<(), Failure> {
-    let (width, count) = (pass.model.spec.width, spec.count);
-    pass.norm(index, Vector::FfnNorm, &[Role::Router])?;
+    let (width, count, rows) = (pass.model.spec.width, spec.count, pass.rows);
+    let roles = [Role::Router, Role::SharedGate, Role::FfnGate, Role::FfnUp];
+    pass.norm(index, Vector::FfnNorm, &roles)?;
     pass.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
+    let mut shared: Vec<f32> = Vec::new();
+    if spec.shared > 0 {
+        // Its outputs come before those of the others.
+        pass.products(index, Slot::Normed, &[(Role::SharedGate, Slot::Fourth, 1)])?;
+        pass.gated(index, Slot::Experts)?;
+        let model = &mut pass.model;
+        let gates = model.backend.read(&model.workspace.fourth, 0..rows)?;
+        shared.extend(gates.iter().map(|gate| 1.0 / (1.0 + (-gate).exp())));
+    }
     let workspace = &pass.model.workspace;
-    let logits = pass
-        .model
-        .backend
-        .read(&workspace.third, 0..pass.rows * count)?;
-    let choice = Choice::of(logits, spec);
+    let logits = pass.model.backend.read(&workspace.third, 0..rows * count)?;
+    let choice = Choice::of(logits, spec, &shared);
     experts(pass, index, &choice)?;
     let workspace = &pass.model.workspace;
+    let outputs = rows * (spec.used + usize::from(spec.shared > 0));
     pass.model.backend.queue(Operation::Combine(Combine {
-        from: workspace.experts.view(0..pass.rows * spec.used * width),
+        from: workspace.experts.view(0..outputs * width),
         terms: choice.terms.into(),
         width,
         to: workspace.normed.view(0..pass.rows * width),
@@ -369,8 +377,9 @@ impl Weights {
 }
 
 impl Choice {
-    /// Chooses by the logits of a router: by a softmax over all, with weights that sum to one.
-    fn of(logits: &[f32], spec: &ExpertSpec) -> Self {
+    /// Chooses by the logits of a router: by a softmax over all, with weights that sum to one. The first outputs are
+    /// those of the expert that computes every row, if there is one, with the weights `shared`.
+    fn of(logits: &[f32], spec: &ExpertSpec, shared: &[f32]) -> Self {
         let rows = logits.chunks_exact(spec.count.max(1));
         let chosen: Vec<Vec<(usize, f32)>> = rows.map(|row| best_of(row, spec.used)).collect();
         let mut experts: Vec<Chosen> = (0..spec.count)
@@ -386,7 +395,7 @@ impl Choice {
                 }
             }
         }
-        let mut first = 0;
+        let mut first = shared.len();
         for one in &mut experts {
             one.first = first;
             first += one.rows.len();
@@ -400,6 +409,8 @@ impl Choice {
                 let output = output.and_then(|output| u32::try_from(output).ok());
                 terms.push((output.unwrap_or(u32::MAX), *weight));
             }
+            let weight = shared.get(row as usize);
+            terms.extend(weight.map(|weight| (row, *weight)));
         }
         experts.retain(|one| !one.rows.is_empty());
         Self { experts, terms }
@@ -438,12 +449,13 @@ mod tests {
         count: 4,
         used: 2,
         inner: 1,
+        shared: 0,
     };
 
     #[test]
     fn each_row_has_its_best_experts_by_number_with_weights_that_sum_to_one() {
         let logits = [0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0];
-        let choice = Choice::of(&logits, &SPEC);
+        let choice = Choice::of(&logits, &SPEC, &[]);
         let experts: Vec<(usize, &[u32])> = choice
             .experts
             .iter()
@@ -457,6 +469,20 @@ mod tests {
         assert!((weights[0] - first).abs() < 1e-6, "{weights:?}");
         assert!((weights[0] + weights[1] - 1.0).abs() < 1e-6, "{weights:?}");
         assert_eq!(weights[2..], [0.5, 0.5]);
+    }
+
+    #[test]
+    fn the_expert_of_every_row_comes_first_and_is_added_last() {
+        let choice = Choice::of(
+            &[0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0],
+            &SPEC,
+            &[0.25, 0.75],
+        );
+        let firsts: Vec<usize> = choice.experts.iter().map(|one| one.first).collect();
+        assert_eq!(firsts, [2, 3, 4, 5]);
+        let outputs: Vec<u32> = choice.terms.iter().map(|(output, _)| *output).collect();
+        assert_eq!(outputs, [3, 4, 0, 2, 5, 1]);
+        assert_eq!((choice.terms[2].1, choice.terms[5].1), (0.25, 0.75));
     }
 
     #[test]

@@ -64,6 +64,7 @@ pub(super) struct Workspace {
 /// Buffers that products read from and write to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Slot {
+    Experts,
     Fourth,
     Mixed,
     Normed,
@@ -103,6 +104,7 @@ impl Workspace {
 
     pub(super) const fn slot(&self, slot: Slot) -> &Buffer {
         match slot {
+            Slot::Experts => &self.experts,
             Slot::Fourth => &self.fourth,
             Slot::Mixed => &self.mixed,
             Slot::Normed => &self.normed,

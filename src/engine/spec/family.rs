@@ -31,6 +31,8 @@ pub enum Architecture {
     Qwen3Moe,
     /// Qwen3.5: Gated DeltaNet with an attention layer at intervals.
     Qwen35,
+    /// Qwen3.5 and 3.6 with a mixture of experts, one of which computes every token.
+    Qwen35Moe,
     /// Qwen3-VL dense: its text part, which is Qwen3.
     Qwen3Vl,
     /// Qwen3-VL with a mixture of experts: its text part.
@@ -41,7 +43,7 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Exaone4,
         Self::Gemma3,
         Self::Granite,
@@ -54,6 +56,7 @@ impl Architecture {
         Self::Qwen3,
         Self::Qwen3Moe,
         Self::Qwen35,
+        Self::Qwen35Moe,
         Self::Qwen3Vl,
         Self::Qwen3VlMoe,
         Self::SmolLm3,
@@ -75,6 +78,7 @@ impl Architecture {
             Self::Qwen3 => "qwen3",
             Self::Qwen3Moe => "qwen3moe",
             Self::Qwen35 => "qwen35",
+            Self::Qwen35Moe => "qwen35moe",
             Self::Qwen3Vl => "qwen3vl",
             Self::Qwen3VlMoe => "qwen3vlmoe",
             Self::SmolLm3 => "smollm3",
@@ -107,7 +111,15 @@ impl Architecture {
     /// Whether its layers may have a mixture of experts in place of the feed-forward part: chosen by a softmax over all,
     /// with weights that sum to one. `llama` is then Mixtral.
     pub(crate) const fn has_experts(self) -> bool {
-        matches!(self, Self::Llama | Self::Qwen3Moe | Self::Qwen3VlMoe)
+        matches!(
+            self,
+            Self::Llama | Self::Qwen3Moe | Self::Qwen35Moe | Self::Qwen3VlMoe
+        )
+    }
+
+    /// Whether it is Qwen3.5: Gated DeltaNet beside attention with a gated output.
+    pub(crate) const fn is_qwen35(self) -> bool {
+        matches!(self, Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// Norms of its attention layers.
@@ -119,6 +131,7 @@ impl Architecture {
             | Self::Qwen3
             | Self::Qwen3Moe
             | Self::Qwen35
+            | Self::Qwen35Moe
             | Self::Qwen3Vl
             | Self::Qwen3VlMoe => (true, false, HeadNorms::Each),
             Self::Olmo2 => (false, true, HeadNorms::Whole),
@@ -298,6 +311,8 @@ pub struct ExpertSpec {
     pub used: usize,
     /// Width of an expert.
     pub inner: usize,
+    /// Width of the expert that computes every token, with a gate of its own; 0 if there is none.
+    pub shared: usize,
 }
 
 /// Constants of Gated DeltaNet layers.
@@ -400,6 +415,8 @@ pub enum Role {
     QueryKeyValue,
     /// A logit for each expert.
     Router,
+    /// A logit for the expert that computes every token.
+    SharedGate,
     /// Attention values.
     Value,
 }

@@ -99,7 +99,18 @@ impl Keys<'_> {
             Some(inner) => self.positive("expert_feed_forward_length", Some(inner))?,
             None => self.count_of_layers("feed_forward_length", WIDTH_MAX)?,
         };
-        Ok(Some(ExpertSpec { count, used, inner }))
+        let shared = match architecture {
+            Architecture::Qwen35Moe => {
+                self.count("expert_shared_feed_forward_length", WIDTH_MAX)?
+            }
+            _ => 0,
+        };
+        Ok(Some(ExpertSpec {
+            count,
+            used,
+            inner,
+            shared,
+        }))
     }
 
     /// A fraction; its default if the file has none or 0.
@@ -197,7 +208,7 @@ impl Keys<'_> {
                 | Architecture::SmolLm3 => Pairing::Adjacent,
                 _ => Pairing::Halves,
             },
-            gated: architecture == Architecture::Qwen35,
+            gated: architecture.is_qwen35(),
         })
     }
 

@@ -140,7 +140,11 @@ impl LayerBuilder<'_> {
         })
     }
 
-    pub(super) fn delta(&self, spec: &DeltaSpec) -> Result<LayerSpec, LoadErrorKind> {
+    pub(super) fn delta(
+        &self,
+        architecture: Architecture,
+        spec: &DeltaSpec,
+    ) -> Result<LayerSpec, LoadErrorKind> {
         let mut matrices = vec![
             self.matrix(
                 Role::QueryKeyValue,
@@ -169,7 +173,7 @@ impl LayerBuilder<'_> {
             self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?,
             self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
         ];
-        self.feed_forward(Architecture::Qwen35, &mut matrices, &mut vectors)?;
+        self.feed_forward(architecture, &mut matrices, &mut vectors)?;
         Ok(LayerSpec {
             kind: LayerKind::Recurrent,
             local: false,
@@ -185,7 +189,7 @@ impl LayerBuilder<'_> {
         vectors: &mut Vec<(Vector, TensorInfo)>,
     ) -> Result<(), LoadErrorKind> {
         let norm = match architecture {
-            Architecture::Qwen35 => "post_attention_norm.weight",
+            Architecture::Qwen35 | Architecture::Qwen35Moe => "post_attention_norm.weight",
             _ => "ffn_norm.weight",
         };
         if architecture.norms().before {
@@ -232,6 +236,16 @@ impl LayerBuilder<'_> {
     fn mixture(&self, spec: &ExpertSpec, matrices: &mut Vec<Matrix>) -> Result<(), LoadErrorKind> {
         let (width, inner) = (self.width, spec.inner);
         matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
+        if spec.shared > 0 {
+            for (role, name, columns, rows) in [
+                (Role::SharedGate, "ffn_gate_inp_shexp.weight", width, 1),
+                (Role::FfnGate, "ffn_gate_shexp.weight", width, spec.shared),
+                (Role::FfnUp, "ffn_up_shexp.weight", width, spec.shared),
+                (Role::FfnDown, "ffn_down_shexp.weight", spec.shared, width),
+            ] {
+                matrices.push(self.matrix(role, name, columns, rows)?);
+            }
+        }
         for (role, name, columns, rows) in [
             (Role::ExpertGate, "ffn_gate_exps.weight", width, inner),
             (Role::ExpertUp, "ffn_up_exps.weight", width, inner),

@@ -273,7 +273,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         ),
         ("gemma3n", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
         (
-            "qwen35moe",
+            "qwen3next",
             "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
         ),
         (
@@ -291,7 +291,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             error.kind().to_string(),
             format!(
                 "architecture `{name}` is not supported; supported are exaone4, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, \
-                 qwen3, qwen3moe, qwen35, qwen3vl, qwen3vlmoe and smollm3"
+                 qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe and smollm3"
             )
         );
         assert_eq!(error.hint(), Some(hint));

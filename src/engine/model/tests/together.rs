@@ -392,6 +392,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Llama, GgmlDType::Q8_0, 2),
         (Architecture::Qwen2, GgmlDType::Q4K, 2),
         (Architecture::Qwen35, GgmlDType::Q8_0, 4),
+        (Architecture::Qwen35Moe, GgmlDType::Q8_0, 4),
         (Architecture::Lfm2, GgmlDType::F32, 4),
         (Architecture::Gemma3, GgmlDType::Q8_0, 7),
     ] {
