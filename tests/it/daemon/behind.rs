@@ -171,7 +171,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     argv: [python3, {}, \"${{PORT}}\"]
     ready: {{kind: http, timeout: 30s}}
     restart: {{backoff: 50ms}}
-    answer_timeout: 300ms
+    answer_timeout: 1s
     memory: {{steady: 40MiB, peak: 60MiB}}
 ",
         budget(128),
