@@ -27,11 +27,11 @@ pub use error::{Fault, LoadError, LoadErrorKind, load_private, load_text};
 pub use load::load;
 pub use reload::reloaded;
 pub use settings::{
-    BudgetConfig, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits, HttpConfig,
-    IdleConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen, LlmConfig,
-    LogConfig, LogFormat, OtlpConfig, PressureConfig, PressureWatch, Readiness, ReadyConfig,
-    Resource, RolesConfig, SafeProfileConfig, SheddingConfig, SyscallFilter, TcpConfig,
-    TelemetryConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
-    WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
+    BudgetConfig, CONVERSATIONS, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits,
+    HttpConfig, IdleConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen,
+    LlmConfig, LogConfig, LogFormat, OtlpConfig, PressureConfig, PressureWatch, Readiness,
+    ReadyConfig, Resource, RolesConfig, SafeProfileConfig, SheddingConfig, SyscallFilter,
+    TcpConfig, TelemetryConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
+    WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -84,6 +84,7 @@ impl Config {
             },
             engine: self.llm.as_ref().map(|llm| EngineParams {
                 kv_wanted: llm.context,
+                conversations: llm.conversations,
                 kv_floor: llm.kv_floor,
                 kv_type: llm.kv_type,
                 kv_type_least: llm.kv_type_least,

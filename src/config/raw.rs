@@ -50,7 +50,7 @@ raw! {
     RawDeadlines { audio_realtime, interactive, llm_elastic, batch }
     RawLeases { term_min, term_max, wait_max, queue_max, per_user_max }
     RawLlm {
-        path, name, threads, parallel, drafts, keep_conversations, device, cuda: RawCuda, context, vocabulary, answer_tokens_max, answer_time_max, answer_time_shared, kv_floor,
+        path, name, threads, parallel, drafts, conversations, keep_conversations, device, cuda: RawCuda, context, vocabulary, answer_tokens_max, answer_time_max, answer_time_shared, kv_floor,
         kv_memory, kv_type, kv_type_least, prefill_chunk, prefill_chunk_max, mode, resident_layers_min,
         after: Vec<String>, load_timeout, apply_timeout, restart: RawRestart,
     }

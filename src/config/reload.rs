@@ -138,7 +138,7 @@ impl Merge {
 
     fn llm(&mut self, old: &LlmConfig, new: &LlmConfig) -> LlmConfig {
         merged!(self, "llm.", old, new, LlmConfig {
-            fixed: path, name, threads, parallel, drafts, keep_conversations, context, vocabulary, answer_tokens_max, answer_time_max, answer_time_shared, kv_floor, kv_memory,
+            fixed: path, name, threads, parallel, drafts, conversations, keep_conversations, context, vocabulary, answer_tokens_max, answer_time_max, answer_time_shared, kv_floor, kv_memory,
                 kv_type, kv_type_least, prefill_chunk, prefill_chunk_max, mode, resident_layers_min, after, load_timeout,
                 apply_timeout, restart;
             @ device = merged!(self, "llm.", old.device, new.device, DeviceSettings {

@@ -197,6 +197,9 @@ pub enum VocabularyConfig {
     Text(PathBuf),
 }
 
+/// Default of [`LlmConfig::conversations`]: the rooms of a flat. Our choice.
+pub const CONVERSATIONS: u32 = 4;
+
 /// The LLM in this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LlmConfig {
@@ -210,6 +213,8 @@ pub struct LlmConfig {
     pub parallel: Option<u32>,
     /// Whether repetitions of prompt and answer are used as drafts. Default true.
     pub drafts: bool,
+    /// Conversations whose states have KV capacity beside `context`. Default 4, 0 to 64.
+    pub conversations: u32,
     /// Whether idle conversations are saved to disk. Default false.
     pub keep_conversations: bool,
     /// Compute device. Default: a usable GPU, else the CPU.

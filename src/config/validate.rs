@@ -8,9 +8,9 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, Listen,
-    LlmConfig, LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig,
-    VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
+    BudgetConfig, CONVERSATIONS, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory,
+    LeaseConfig, Listen, LlmConfig, LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig,
+    SheddingConfig, VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX},
     confinement, grpc,
     raw::{
@@ -370,6 +370,9 @@ impl Checker {
                 _ => self.number("llm.parallel", &raw.parallel, 1..=8),
             },
             drafts: self.switch("llm.drafts", &raw.drafts).unwrap_or(true),
+            conversations: self
+                .number("llm.conversations", &raw.conversations, 0..=64)
+                .unwrap_or(CONVERSATIONS),
             keep_conversations: self
                 .switch("llm.keep_conversations", &raw.keep_conversations)
                 .unwrap_or(false),

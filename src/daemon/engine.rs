@@ -412,6 +412,7 @@ pub(super) fn start_engine(
 ) -> Result<EngineDriver, RunError> {
     let compute = compute(llm);
     let (name, context) = (llm.name.clone(), llm.context);
+    let beside = llm.conversations;
     let kv_backing = match llm.kv_memory {
         KvMemory::AsNeeded => Backing::OnTouch,
         KvMemory::AtOnce => Backing::Now,
@@ -440,6 +441,7 @@ pub(super) fn start_engine(
             compute,
             name: Some(name.clone()),
             context: Some(context),
+            conversations: beside,
             kv_backing,
             vocabulary: vocabulary.clone(),
             helper: Some(PathBuf::from(THIS_PROGRAM)),

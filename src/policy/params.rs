@@ -267,6 +267,10 @@ pub enum ResidencyMode {
 pub struct EngineParams {
     /// KV capacity when memory is plentiful; limited by the model's context.
     pub kv_wanted: Tokens,
+    /// Conversations whose states the KV cache holds beside `kv_wanted`, for models that need a copy of a state or window
+    /// to continue one. Default 0, as in versions before this setting.
+    #[serde(default)]
+    pub conversations: u32,
     /// Lowest usable KV capacity.
     pub kv_floor: Tokens,
     /// KV type when memory is plentiful. Default `f16`.
@@ -298,6 +302,7 @@ impl Default for EngineParams {
     fn default() -> Self {
         Self {
             kv_wanted: Tokens::new(4096),
+            conversations: 0,
             kv_floor: Tokens::new(512),
             kv_type: KvType::F16,
             kv_type_least: KvType::F16,

@@ -235,6 +235,7 @@ impl<'a> Bounds<'a> {
     fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
         let block = shape.kv.block_tokens.get().max(1);
         let wanted = limits.kv_wanted.min(shape.context_max).get();
+        let copies = shape.tokens_of_copies(limits.conversations, limits.kv_type);
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let mut give_up = evenly_spread(shape.layers.len());
@@ -248,7 +249,7 @@ impl<'a> Bounds<'a> {
             give_up,
             block,
             blocks_min,
-            blocks_max: (wanted / block).max(blocks_min),
+            blocks_max: (wanted.saturating_add(copies.get()) / block).max(blocks_min),
         }
     }
 

@@ -288,6 +288,18 @@ impl KvShape {
             .saturating_add(windows.round_up(self.granule))
     }
 
+    /// Returns the bytes of the blocks that windowed layers keep.
+    #[must_use]
+    pub const fn window_bytes(&self, kind: KvType) -> Bytes {
+        match self.windowed {
+            Some(windowed) => self
+                .of_layers(windowed.layers, kind)
+                .saturating_mul(self.block_tokens.get() as u64)
+                .saturating_mul(windowed.blocks as u64),
+            None => Bytes::ZERO,
+        }
+    }
+
     /// Returns the maximum number of blocks at the end of `blocks` that take at most `bytes` together.
     #[must_use]
     pub fn blocks_within(&self, blocks: u32, kind: KvType, bytes: Bytes) -> u32 {
@@ -361,8 +373,10 @@ impl EnginePlan {
 /// Constraints of a plan besides its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanLimits {
-    /// KV capacity of the full plan.
+    /// KV capacity of the full plan for tokens.
     pub kv_wanted: Tokens,
+    /// Conversations whose states have capacity beside it.
+    pub conversations: u32,
     /// KV capacity of the floor.
     pub kv_floor: Tokens,
     /// KV capacity in use by the running sequence: lower bound of every plan.
@@ -389,6 +403,7 @@ impl PlanLimits {
     pub fn new(params: &EngineParams, kv_used: Tokens) -> Self {
         Self {
             kv_wanted: params.kv_wanted,
+            conversations: params.conversations,
             kv_floor: params.kv_floor,
             kv_used,
             kv_type: params.kv_type,
@@ -472,6 +487,21 @@ impl ModelShape {
         parts
             .filter(|(_, index)| !resident.contains(index))
             .map(|(part, _)| part)
+    }
+
+    /// Returns the KV capacity of type `kind` that the states and windows of `conversations` take: one of each while
+    /// its answer is set aside and one for its next prompt, and one at the end of their common prefix.
+    #[must_use]
+    pub fn tokens_of_copies(&self, conversations: u32, kind: KvType) -> Tokens {
+        let block = self.kv.bytes_per_token(kind).get() * u64::from(self.kv.block_tokens.get());
+        let copy = self.state_bytes.saturating_add(self.kv.window_bytes(kind));
+        if conversations == 0 || block == 0 || copy == Bytes::ZERO {
+            return Tokens::ZERO;
+        }
+        let blocks = u32::try_from(copy.get().div_ceil(block)).unwrap_or(u32::MAX);
+        let copies = conversations.saturating_mul(2).saturating_add(1);
+        let tokens = self.kv.block_tokens.get().saturating_mul(blocks);
+        Tokens::new(tokens.saturating_mul(copies))
     }
 
     /// Returns the bytes of the ring if it is needed while only these parts are `resident`.

@@ -92,6 +92,7 @@ fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
         compute: 2.into(),
         name: None,
         context: Some(Tokens::new(1024)),
+        conversations: 0,
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,

@@ -99,6 +99,7 @@ fn open(path: &Path) -> (Model, TextSide) {
         compute: 2.into(),
         name: None,
         context: Some(Tokens::new(1024)),
+        conversations: 0,
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,

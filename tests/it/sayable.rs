@@ -26,6 +26,7 @@ fn options(vocabulary: Option<Sayable>) -> ModelOptions {
         compute: 2.into(),
         name: None,
         context: Some(Tokens::new(512)),
+        conversations: 0,
         kv_backing: Backing::OnTouch,
         vocabulary,
         helper: None,

@@ -82,6 +82,8 @@ pub(crate) struct Pieces {
     pub fixed: Bytes,
     /// KV cache for the configured context.
     pub kv: Bytes,
+    /// KV capacity for the states of conversations.
+    pub conversations: Bytes,
     /// Recurrent state.
     pub state: Bytes,
     /// Activations of a prefill chunk, and logits.
@@ -138,7 +140,8 @@ impl Forecast {
         let engine = stack.engine();
         let limits = PlanLimits::new(&engine, Tokens::ZERO).at_speed(device.rates.speed());
         let full = shape.full_plan(&limits);
-        let llm = Pieces::of(shape, &full);
+        let context = limits.kv_wanted.min(full.kv_capacity);
+        let llm = Pieces::of(shape, &full, context);
         let floor = shape.plan_bytes(&shape.floor_plan(&limits));
         let pressure = &stack.params.pressure;
         let kept = [
@@ -151,7 +154,7 @@ impl Forecast {
             .fold(stack.params.budget.bytes(), Bytes::saturating_sub);
         let rehearsal = rehearse(&stack.params, Some(shape))?;
         let in_full = rehearsal.plan.as_ref().is_some_and(|plan| {
-            plan.resident.len() == shape.layers.len() && plan.kv_capacity >= full.kv_capacity
+            plan.resident.len() == shape.layers.len() && plan.kv_capacity >= context
         });
         let verdict = match (&rehearsal.waiting[..], in_full) {
             ([], true) => Verdict::Fits,
@@ -169,7 +172,7 @@ impl Forecast {
             Some(ModeForecast {
                 mode,
                 resident_layers: shape.resident_layers(&plan),
-                context: plan.kv_capacity,
+                context: plan.kv_capacity.min(context),
                 bytes: shape.plan_bytes(&plan),
                 milli_tokens_per_s: speeds(shape, &plan.resident, device),
             })
@@ -196,19 +199,28 @@ impl Forecast {
 }
 
 impl Pieces {
-    fn of(shape: &ModelShape, plan: &EnginePlan) -> Self {
+    fn of(shape: &ModelShape, plan: &EnginePlan, context: Tokens) -> Self {
         let layers = shape.weights().bytes;
-        let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
+        let capacity = |tokens| shape.kv.capacity_bytes(tokens, plan.kv_type);
+        let kv = capacity(context);
+        let conversations = capacity(plan.kv_capacity).saturating_sub(kv);
         let total = shape.plan_bytes(plan);
-        let others = [layers, kv, shape.fixed_bytes, shape.state_bytes];
+        let others = [
+            layers,
+            kv,
+            conversations,
+            shape.fixed_bytes,
+            shape.state_bytes,
+        ];
         Self {
             layers,
             fixed: shape.fixed_bytes,
             kv,
+            conversations,
             state: shape.state_bytes,
             workspace: others.into_iter().fold(total, Bytes::saturating_sub),
             total,
-            context: plan.kv_capacity,
+            context,
             kv_type: plan.kv_type,
         }
     }

@@ -305,7 +305,10 @@ fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<St
         };
     }
     params.budget.scope = Scope::Machine;
-    let engine = params.engine.get_or_insert_with(EngineParams::default);
+    let engine = params.engine.get_or_insert_with(|| EngineParams {
+        conversations: config::CONVERSATIONS,
+        ..EngineParams::default()
+    });
     if let Some(context) = args.context {
         engine.kv_wanted = Tokens::new(context);
         engine.kv_floor = engine.kv_floor.min(engine.kv_wanted);

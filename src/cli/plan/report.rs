@@ -97,6 +97,13 @@ pub(super) fn print(
             llm.context, llm.kv_type
         ),
     );
+    if llm.conversations > Bytes::ZERO {
+        row(
+            "conversations",
+            llm.conversations,
+            "their states, in the KV cache where memory is ample",
+        );
+    }
     row("recurrent state", llm.state, "always resident");
     row(
         "workspace",

@@ -18,7 +18,7 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
         ("KV cache", llm.kv, "#5b9bd5"),
         (
             "other LLM",
-            [llm.fixed, llm.state, llm.workspace]
+            [llm.fixed, llm.conversations, llm.state, llm.workspace]
                 .into_iter()
                 .fold(Bytes::ZERO, Bytes::saturating_add),
             "#9dc3e6",

@@ -42,6 +42,8 @@ pub struct ModelOptions {
     /// Longest context that will be requested; the model's own maximum if absent. Some models (Phi-3) use other rotary
     /// angles beyond a length, and choose when opened.
     pub context: Option<Tokens>,
+    /// Conversations whose states have KV capacity beside it.
+    pub conversations: u32,
     /// Whether KV capacity is populated at once or on first touch.
     pub kv_backing: Backing,
     /// Sayable tokens; all if absent.
@@ -59,6 +61,7 @@ impl ModelOptions {
             compute: threads.into(),
             name: None,
             context: None,
+            conversations: 0,
             kv_backing: Backing::OnTouch,
             vocabulary: None,
             helper: None,

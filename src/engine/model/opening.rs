@@ -350,6 +350,9 @@ impl Memory {
             .context
             .map_or(u32::MAX, Tokens::get)
             .min(spec.context_max);
+        // Copies take the most capacity of the smallest type.
+        let copies = shape.tokens_of_copies(options.conversations, KvType::Q4);
+        let capacity = context.saturating_add(copies.get());
         let logits_bytes = shape::logits_bytes(spec);
         let logits = backend
             .allocate(logits_bytes, Backing::Now)
@@ -373,10 +376,12 @@ impl Memory {
                     "the workspace",
                     shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
                 ))?,
-            cache: KvCache::new(backend, shape.kv, context, options.kv_backing).map_err(refuse(
-                "the KV cache (address space alone)",
-                shape.kv.capacity_bytes(Tokens::new(context), KvType::F16),
-            ))?,
+            cache: KvCache::new(backend, shape.kv, capacity, options.kv_backing).map_err(
+                refuse(
+                    "the KV cache (address space alone)",
+                    shape.kv.capacity_bytes(Tokens::new(capacity), KvType::F16),
+                ),
+            )?,
             logits,
         })
     }

@@ -82,10 +82,10 @@ pub(super) fn demo_model(context: u32) -> String {
     model(&path, context)
 }
 
-/// Returns `llm:` with any model.
+/// Returns `llm:` with any model, whose KV capacity is that of its context.
 pub(super) fn model(path: &Path, context: u32) -> String {
     format!(
-        "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n",
+        "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128, conversations: 0}}\n",
         path.display()
     )
 }

@@ -159,6 +159,47 @@ fn resident_text(pid: u32) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn four_rooms_take_turns_and_each_continues_its_own_conversation() {
+    let model = demo_model(2048);
+    for (setting, warm) in [("", 4), (", conversations: 0", 0)] {
+        let model = model.replace(", conversations: 0", setting);
+        let installation = Installation::new(&format!("{}{model}", budget(128)));
+        let daemon = installation.start().await;
+        daemon.whole().await;
+        let mut found = 0;
+        let mut rooms = Vec::new();
+        for room in ["kitchen", "hall", "study", "garden"] {
+            let asked = format!("the light in the {room} was on all day long. ").repeat(26);
+            let asked = json!({"role": "user", "content": asked + COMMAND});
+            let first = daemon
+                .chat(json!({"messages": [asked], "max_tokens": 8}))
+                .await;
+            rooms.push((asked, first));
+        }
+        for (asked, first) in rooms {
+            let read = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
+            let answer = json!({"role": "assistant", "content": content(&first)});
+            let next = json!({"messages": [asked, answer, {"role": "user", "content": COMMAND}], "max_tokens": 8});
+            let usage = daemon.chat(next).await.json()["usage"].clone();
+            let cached = usage["prompt_tokens_details"]["cached_tokens"]
+                .as_u64()
+                .unwrap();
+            println!("{setting} {read} {cached}");
+            found += usize::from(cached + 72 >= read);
+        }
+        if warm > 0 {
+            assert_eq!(
+                found, warm,
+                "states of four conversations have their places"
+            );
+        } else {
+            assert!(found < 4, "the capacity of the context holds all states");
+        }
+        daemon.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
     let daemon = installation.start().await;

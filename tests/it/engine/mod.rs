@@ -69,6 +69,7 @@ fn options(threads: usize) -> ModelOptions {
         compute: threads.into(),
         name: None,
         context: Some(Tokens::new(512)),
+        conversations: 0,
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,

@@ -110,6 +110,7 @@ impl EngineSettings {
             compute: self.compute(),
             name: None,
             context: Some(plan.kv_capacity),
+            conversations: 0,
             kv_backing: Backing::OnTouch,
             vocabulary,
             helper: None,
