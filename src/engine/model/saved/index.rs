@@ -201,15 +201,15 @@ impl Index {
         self.slots_max
     }
 
-    /// Whether there are as many conversations or tokens as permitted, without those that one of `tokens` replaces.
-    pub(super) fn is_full(&self, client: Option<&str>, tokens: &[u32]) -> bool {
-        let replaced = self.replaced_by(client, tokens);
+    /// Whether there are as many conversations or tokens as permitted beside one of `tokens` tokens and without those
+    /// that it has `replaced`.
+    pub(super) fn is_full(&self, replaced: &[u64], tokens: usize) -> bool {
         let left = self
             .entries
             .iter()
             .filter(|one| !replaced.contains(&one.number));
         let lengths: Vec<usize> = left.map(|one| one.saved.tokens.len()).collect();
-        let all = lengths.iter().sum::<usize>() + tokens.len();
+        let all = lengths.iter().sum::<usize>() + tokens;
         lengths.len() >= ENTRIES_MAX || all > TOKENS_MAX
     }
 
@@ -410,21 +410,21 @@ mod tests {
         let mut index = Index::new(BYTES_MAX / 4);
         let taken: Vec<usize> = std::iter::from_fn(|| index.take()).collect();
         assert_eq!((taken.len(), index.free()), (4, 0));
-        let another: Vec<u32> = (500..600).collect();
         for number in 1..=64 {
-            assert!(!index.is_full(None, &another));
+            assert!(!index.is_full(&[], 100));
             let number = u32::try_from(number).unwrap();
             index.adopt(
                 number.into(),
                 saved("hall", number * 1000..number * 1000 + 100, &[]),
             );
         }
-        assert!(index.is_full(Some("hall"), &another));
+        assert!(index.is_full(&[], 100));
         // Unless it replaces one of them.
         let next: Vec<u32> = (1000..1200).collect();
-        assert!(!index.is_full(Some("hall"), &next));
+        let replaced = index.replaced_by(Some("hall"), &next);
+        assert!(!index.is_full(&replaced, next.len()));
         let mut index = Index::new(4096);
         index.adopt(1, saved("hall", 0..1 << 20, &[]));
-        assert!(index.is_full(None, &another));
+        assert!(index.is_full(&[], 100));
     }
 }

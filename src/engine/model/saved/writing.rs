@@ -10,7 +10,8 @@ use super::{
 use crate::{
     arena::Mapping,
     model::{
-        parked::{Conversation, LOST_MIN},
+        marks::Mark,
+        parked::{Conversation, LOST_MIN, last_within},
         sequence::Sequence,
     },
 };
@@ -51,6 +52,8 @@ struct Draft {
     saved: SavedConversation,
     /// Slots to write, each with its place in the KV cache.
     fresh: Vec<(usize, usize)>,
+    /// Saved conversations that it replaces.
+    replaced: Vec<u64>,
 }
 
 impl Saved {
@@ -223,7 +226,11 @@ impl Saved {
         draft: Draft,
         go_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<bool> {
-        let Draft { mut saved, fresh } = draft;
+        let Draft {
+            mut saved,
+            fresh,
+            replaced,
+        } = draft;
         let (Some((folder, transfers)), Some(stamp)) = (&mut self.disk, &self.stamp) else {
             return Ok(false);
         };
@@ -274,9 +281,6 @@ impl Saved {
         // Without a header the blocks serve this run only.
         while receive(transfers, self.series)?.is_none() && go_on() {}
         let fresh: Vec<usize> = fresh.into_iter().map(|(slot, _)| slot).collect();
-        let replaced = self
-            .index
-            .replaced_by(saved.client.as_deref(), &saved.tokens);
         self.counts.saved += 1;
         self.counts.saved_bytes += (fresh.len() * place_len) as u64;
         self.index.add(number, saved, &fresh);
@@ -349,7 +353,8 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
     let of_copies = copies.iter().filter(|(.., same)| same.is_none());
     let of_copies: usize = of_copies.map(|(_, places, ..)| places.len()).sum();
     let wanted = blocks.saturating_sub(known.len()) + of_copies;
-    if wanted > index.free() || index.is_full(client, tokens) {
+    let replaced = replaced_by(index, sequence, held, (client, tokens, marks));
+    if wanted > index.free() || index.is_full(&replaced, tokens.len()) {
         return None;
     }
     let mut fresh = Vec::with_capacity(wanted);
@@ -387,7 +392,40 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
         blocks,
         marks,
     };
-    Some(Draft { saved, fresh })
+    Some(Draft {
+        saved,
+        fresh,
+        replaced,
+    })
+}
+
+/// Numbers of the saved conversations that one with these `tokens` and `marks` replaces: not those that another
+/// conversation in memory needs, which would be saved again and replace this one.
+fn replaced_by(
+    index: &Index,
+    sequence: &Sequence,
+    held: &[u32],
+    (client, tokens, marks): (Option<&str>, &[u32], &[Mark]),
+) -> Vec<u64> {
+    let kind = sequence.cache.kind();
+    let own = sequence.is_continuable(held);
+    let own = own.then_some((&sequence.conversation, held, sequence.marks.all()));
+    let parked = sequence.idle().filter(|(_, one)| !one.is_superseded);
+    let parked = parked.map(|(_, one)| (&one.conversation, &one.tokens[..], &one.marks[..]));
+    let others = own.into_iter().chain(parked);
+    let needed: Vec<u64> = others
+        .filter(|(conversation, ..)| conversation.client.as_deref() == client)
+        .filter_map(|(_, other, its)| {
+            let length = u32::try_from(other.len()).unwrap_or(u32::MAX);
+            let mark = last_within(its, length);
+            let is_within = tokens.starts_with(other) && last_within(marks, length) >= mark;
+            let entry = index.covering(client, kind, (other, mark))?;
+            (!is_within).then_some(entry.number)
+        })
+        .collect();
+    let mut replaced = index.replaced_by(client, tokens);
+    replaced.retain(|number| !needed.contains(number));
+    replaced
 }
 
 /// Waits briefly for a result of a series; returns its number and CRC.

@@ -607,6 +607,37 @@ fn conversations_are_read_back_after_a_restart_with_the_same_bits() {
 }
 
 #[test]
+fn answers_to_one_prompt_are_saved_once_each() {
+    for architecture in ALL_KINDS {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        tiny(&path, architecture, GgmlDType::F32);
+        let mut talk = Talk::new(&path, 4096);
+        talk.open(&folder.path().join("saved"), true);
+        // They diverge behind the end of both prompts, so that either could be the next version of the other.
+        let lanes = [1, 2].map(|own| {
+            talk.read(None, &[text(0, 165), text(own, 5)].concat());
+            let lane = talk.model.set_aside(&talk.held).unwrap();
+            talk.held.clear();
+            lane
+        });
+        for lane in lanes {
+            talk.model.leave(lane);
+        }
+        let mut steps =
+            std::iter::from_fn(|| Some(talk.model.save_conversation(&[], DUE, &mut || true)));
+        let steps: Vec<SaveStep> = steps
+            .by_ref()
+            .filter(|step| *step != SaveStep::Busy)
+            .take(3)
+            .collect();
+        let expected = [SaveStep::Saved, SaveStep::Saved, SaveStep::Waits(None)];
+        assert_eq!(steps, expected, "{architecture:?}");
+        assert_eq!(talk.model.saved_view(&[]).conversations.len(), 2);
+    }
+}
+
+#[test]
 fn a_shed_ends_saved_conversations_and_their_next_prompts_read_them_back() {
     for architecture in ALL_KINDS {
         let folder = tempfile::tempdir().unwrap();
