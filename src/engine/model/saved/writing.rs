@@ -279,12 +279,16 @@ impl Saved {
             theirs.write_header(number, &text)
         });
         // Without a header the blocks serve this run only.
-        while receive(transfers, self.series)?.is_none() && go_on() {}
+        let mut is_written = false;
+        while !is_written && go_on() {
+            is_written = receive(transfers, self.series)?.is_some();
+        }
         let fresh: Vec<usize> = fresh.into_iter().map(|(slot, _)| slot).collect();
         self.counts.saved += 1;
         self.counts.saved_bytes += (fresh.len() * place_len) as u64;
         self.index.add(number, saved, &fresh);
-        for number in replaced {
+        // An earlier version stays until the later one is known to be on disk.
+        for number in replaced.into_iter().filter(|_| is_written) {
             self.remove(number);
         }
         Ok(true)
