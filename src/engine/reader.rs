@@ -14,7 +14,7 @@ mod stream;
 
 pub use counted::LoadProgress;
 pub use fetch::{Fetcher, Wanted};
-pub use file::{Extent, Source, WeightFile};
+pub use file::{Extent, FileIdentity, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
 pub(super) use staged::read_staged;

@@ -206,12 +206,13 @@ impl Model {
     /// Begins to read which conversations are saved in the folder at `path`, and keeps further ones there.
     ///
     /// # Errors
-    /// When no thread can be started.
+    /// When no thread can be started, or the files of the model cannot be recognised by a later run.
     pub fn open_saved(&mut self, path: &Path) -> io::Result<()> {
-        let files = self.header.parts().iter().map(|part| part.path.clone());
+        let files = self.weights.source().identity();
+        let files = files.ok_or_else(|| io::Error::other("the model's files were not sampled"))?;
         let factors = self.weights.rope_factors().unwrap_or_default();
         let sizes = (&self.sequence.cache, self.vocabulary());
-        self.saved = Some(Saved::start(path, files.collect(), factors, sizes)?);
+        self.saved = Some(Saved::start(path, files, factors, sizes)?);
         Ok(())
     }
 

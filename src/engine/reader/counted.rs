@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    file::{Extent, Source},
+    file::{Extent, FileIdentity, Source},
     progress::ReadProgress,
 };
 use crate::error::ReadError;
@@ -78,6 +78,10 @@ impl Source for Counted {
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
         self.source.read_small(extent, target)
+    }
+
+    fn identity(&self) -> Option<Vec<FileIdentity>> {
+        self.source.identity()
     }
 }
 

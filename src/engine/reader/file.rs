@@ -15,6 +15,7 @@ use std::{
 };
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use serde::{Deserialize, Serialize};
 
 use super::progress::{ReadProgress, ReadSize};
 use crate::{
@@ -91,6 +92,21 @@ pub trait Source: Send + Sync {
     /// # Errors
     /// The system refuses, or the file ends too early.
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError>;
+
+    /// Identity of each of its files; `None` if they were not sampled.
+    fn identity(&self) -> Option<Vec<FileIdentity>> {
+        None
+    }
+}
+
+/// Identity of a file of the opened model, for comparison with a later run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity {
+    stamp: Stamp,
+    /// As [`Contents::first`].
+    first: (u64, u64),
+    /// As [`Contents::samples`].
+    samples: u64,
 }
 
 /// The model's files, opened for direct reads.
@@ -115,7 +131,7 @@ struct PartFile {
 }
 
 /// Metadata that changes with each write to a file, but not when it is renamed or linked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Stamp {
     bytes: u64,
     seconds: i64,
@@ -328,6 +344,15 @@ impl PartFile {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn identity(&self) -> Option<FileIdentity> {
+        let contents = self.contents.as_ref()?;
+        Some(FileIdentity {
+            stamp: self.known().good,
+            first: contents.first,
+            samples: *contents.samples.get()?,
+        })
+    }
+
     fn stamp(&self) -> io::Result<Stamp> {
         self.buffered.metadata().map(|now| Stamp::of(&now))
     }
@@ -452,6 +477,10 @@ impl PartFile {
 }
 
 impl Source for WeightFile {
+    fn identity(&self) -> Option<Vec<FileIdentity>> {
+        self.parts.iter().map(PartFile::identity).collect()
+    }
+
     unsafe fn read(
         &self,
         extent: &Extent,
@@ -575,7 +604,9 @@ mod tests {
         };
         let opened = vec![OpenFile { file, was, head }];
         let file = WeightFile::of(&[part], opened, &DiskWatch::default()).unwrap();
+        assert_eq!(file.identity(), None, "it was not sampled");
         file.check_unchanged(&DiskWatch::default()).unwrap();
+        assert!(file.identity().is_some());
         let extent = Extent {
             what: "rows".into(),
             offset: 8000,

@@ -8,7 +8,10 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::transfers::{ALIGNMENT, PIECE};
-use crate::model::parked::{Conversation, common_prefix};
+use crate::{
+    model::parked::{Conversation, common_prefix},
+    reader::FileIdentity,
+};
 use cotenant_policy::kv_type::KvType;
 
 /// Header of a conversation's file.
@@ -23,8 +26,8 @@ pub(super) struct Header<Of> {
 /// What the saved blocks depend on besides the tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ModelStamp {
-    /// Length and modification time of each file of the model, with its tokenizer.
-    pub(super) files: Vec<(u64, i64, i64)>,
+    /// The files of the model, with its tokenizer.
+    pub(super) files: Vec<FileIdentity>,
     /// CRC of the rotary factors, which depend on the configured context.
     pub(super) rotary: u32,
 }
@@ -345,7 +348,7 @@ pub(super) fn damaged(problem: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, problem)
 }
 
-const MAGIC: &str = "cotenant-conversation 3";
+const MAGIC: &str = "cotenant-conversation 4";
 /// Tokens of a block.
 pub(super) const BLOCK: usize = crate::kv::KV_BLOCK_TOKENS.get() as usize;
 /// Longest first line, in bytes.

@@ -2,10 +2,9 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::File,
     io,
-    os::unix::fs::MetadataExt as _,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, mpsc},
     thread,
     time::Duration,
@@ -20,6 +19,7 @@ use crate::{
     backend::Backend,
     kv::KvCache,
     model::{parked::Kept, sequence::Sequence},
+    reader::FileIdentity,
 };
 use cotenant_policy::{kv_type::KvType, speed::Calibration};
 use cotenant_units::{Bytes, Tokens};
@@ -102,7 +102,7 @@ impl Saved {
     /// `factors` and `vocabulary`.
     pub(in crate::model) fn start(
         path: &Path,
-        files: Vec<PathBuf>,
+        files: Vec<FileIdentity>,
         factors: &[f32],
         (cache, vocabulary): (&KvCache, u32),
     ) -> io::Result<Self> {
@@ -119,10 +119,9 @@ impl Saved {
         thread::Builder::new()
             .name("cotenant-saver".to_owned())
             .spawn(move || {
-                let stamp = stamp(&files, rotary);
-                let found = stamp.and_then(|stamp| find(&folder, stamp, expected, &place_bytes));
+                let stamp = ModelStamp { files, rotary };
                 // The engine may have ended.
-                sink.send(found).ok();
+                sink.send(find(&folder, stamp, expected, &place_bytes)).ok();
             })?;
         Ok(Self {
             index,
@@ -261,15 +260,6 @@ impl Saved {
             transfers.run((0, 0), move || folder.remove(number, &ranges));
         }
     }
-}
-
-fn stamp(files: &[PathBuf], rotary: u32) -> io::Result<ModelStamp> {
-    let of = |path: &PathBuf| {
-        let metadata = fs::metadata(path)?;
-        Ok((metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
-    };
-    let files = files.iter().map(of).collect::<io::Result<_>>()?;
-    Ok(ModelStamp { files, rotary })
 }
 
 /// Opens the folder and reads its headers; removes those that cannot be used, and names them.

@@ -795,7 +795,25 @@ fn damaged_and_foreign_saved_conversations_are_removed() {
     fs::write(&blocks, &bytes[..100]).unwrap();
     let (found, counts) = open(KvType::F16);
     assert_eq!((found, counts.reloaded, counts.failed), (4, 0, 4));
-    // The model file was rewritten.
+    // The model file was rewritten, also by one of the same length and time.
+    save();
+    let bytes = fs::read(&path).unwrap();
+    let time = fs::metadata(&path).unwrap().modified().unwrap();
+    let rewrite = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        file.set_modified(time).unwrap();
+    };
+    rewrite(&bytes);
+    assert_eq!(open(KvType::F16).0, 4);
+    save();
+    let mut other = bytes.clone();
+    let name = b"general.name";
+    let at = other.windows(name.len()).position(|window| window == name);
+    other[at.unwrap() + name.len() + 12] ^= 1;
+    rewrite(&other);
+    assert_eq!(open(KvType::F16).0, 0);
+    rewrite(&bytes);
     save();
     tiny(&path, Architecture::Qwen3, GgmlDType::F16);
     assert_eq!(open(KvType::F16).0, 0);
