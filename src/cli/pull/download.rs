@@ -275,9 +275,13 @@ impl<'client> Download<'client> {
 
     /// Whether the bytes here belong to this source.
     fn is_continued(&self) -> bool {
-        let kept = fs::read_to_string(state(&self.path)).unwrap_or_default();
+        let mut kept = String::new();
+        let read = open_state(&self.path, OpenOptions::new().read(true))
+            .and_then(|file| file.take(STATE_BYTES_MAX).read_to_string(&mut kept));
         let identity = identity(&self.source);
-        self.have <= self.source.bytes && identity.is_some_and(|identity| identity == kept)
+        read.is_ok()
+            && self.have <= self.source.bytes
+            && identity.is_some_and(|identity| identity == kept)
     }
 
     fn digest_all(&mut self, meter: &mut Meter) -> Result<(), CliError> {
@@ -302,9 +306,12 @@ impl<'client> Download<'client> {
         self.file.seek(SeekFrom::Start(0)).map_err(cannot)?;
         self.have = 0;
         self.digest = Context::new(&SHA256);
-        let state = state(&self.path);
-        fs::write(&state, identity(&self.source).unwrap_or_default())
-            .map_err(|error| self::cannot("write", &state, error))
+        let identity = identity(&self.source).unwrap_or_default();
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true);
+        open_state(&self.path, &mut options)
+            .and_then(|mut file| file.write_all(identity.as_bytes()))
+            .map_err(|error| self::cannot("write", &state(&self.path), error))
     }
 
     /// A response that continues behind the bytes that are here.
@@ -515,6 +522,12 @@ fn open_part(path: &Path) -> Result<File, CliError> {
     if is_same { Ok(file) } else { Err(busy(path)) }
 }
 
+/// Opens the state of an unfinished file, but no link in its place.
+fn open_state(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    options.custom_flags(flags).open(state(path))
+}
+
 fn busy(path: &Path) -> CliError {
     let act = format!("cannot write `{}`: another pull writes it", path.display());
     CliError::plain(act, exit::FAILED)
@@ -559,6 +572,8 @@ const BLOCK: usize = 256 << 10;
 const BLOCKS: usize = 32;
 /// Bytes between two writes to the disk; twice as many may wait for it.
 const FLUSHED: u64 = 32 << 20;
+/// Longest state; a validator has some hundred bytes.
+const STATE_BYTES_MAX: u64 = 64 << 10;
 /// Bytes fetched ahead of a header's reader.
 const AHEAD: u64 = 1 << 20;
 /// A server must send so many between cuts: 1 GiB in 4096 attempts at most.

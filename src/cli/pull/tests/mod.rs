@@ -603,9 +603,16 @@ fn a_folder_that_cannot_be_written_and_a_second_pull_are_refused() {
     // A link to a file elsewhere is not followed.
     let elsewhere = folder.path().join("elsewhere");
     fs::write(&elsewhere, b"kept").unwrap();
-    std::os::unix::fs::symlink(&elsewhere, &part).unwrap();
-    refused(pull(&server, REFERENCE, &folder), &["cannot write", "--to"]);
-    assert_eq!(fs::read(&elsewhere).unwrap(), b"kept");
+    for (suffix, expected) in [("part", "--to"), ("part.json", "cannot write")] {
+        let link = folder.path().join(format!("{FILE}.{suffix}"));
+        std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
+        refused(
+            pull(&server, REFERENCE, &folder),
+            &["cannot write", expected],
+        );
+        assert_eq!(fs::read(&elsewhere).unwrap(), b"kept");
+        fs::remove_file(&link).unwrap();
+    }
     let below = args(REFERENCE, &elsewhere.join("models"));
     refused(pull_with(&server, &below, None), &["cannot create", "--to"]);
 }
