@@ -84,10 +84,13 @@ fn experts(pass: &mut Pass<'_, '_>, index: usize, choice: &Choice) -> Result<(),
     let place = place_of_experts(pass, index)?;
     let mut left: Vec<usize> = (0..choice.experts.len()).collect();
     let mut asked: VecDeque<(usize, usize)> = VecDeque::new();
-    let before = pass
-        .model
-        .weights
-        .begin_experts(&pass.model.layout, &mut pass.preemption)?;
+    let before = loop {
+        let (weights, layout) = (&mut pass.model.weights, &pass.model.layout);
+        match weights.begin_experts(layout, &mut pass.preemption)? {
+            Some(before) => break before,
+            None => pass.preempt(Preempt::Pause, place)?,
+        }
+    };
     while !left.is_empty() {
         let number = |at: usize| choice.experts.get(at).map(|chosen| chosen.expert);
         let weights = &mut pass.model.weights;
@@ -246,19 +249,20 @@ fn matrix_of(layer: &LayerSpec, role: Role) -> Option<&Matrix> {
 }
 
 impl Weights {
-    /// Prepares for the experts of a layer; returns the number of uses so far.
+    /// Prepares for the experts of a layer; returns the number of uses so far, or `None` if a plan has arrived.
     fn begin_experts(
         &mut self,
         layout: &Layout,
         preemption: &mut Preemption<'_>,
-    ) -> Result<u64, Failure> {
+    ) -> Result<Option<u64>, Failure> {
         let (limit, experts) = self.experts_by();
         let (experts, layout) = experts
             .zip(layout.experts.as_ref())
             .ok_or(Failure::NoMatrix)?;
-        let mut patience = || preemption.check() != Preempt::Stop;
+        let mut patience = || preemption.check() == Preempt::No;
         match experts.begin(layout, limit, &mut patience) {
-            Ok(()) => Ok(experts.clock()),
+            Ok(()) => Ok(Some(experts.clock())),
+            Err(Missing::Stopped) if preemption.check() == Preempt::Pause => Ok(None),
             Err(Missing::Stopped) => Err(Failure::Stopped),
             Err(missing) => Err(Failure::Missing(missing)),
         }

@@ -133,6 +133,43 @@ fn orders_are_taken_while_an_embedding_does_not_come() {
 }
 
 #[test]
+fn orders_are_taken_while_experts_of_an_ended_pass_do_not_come() {
+    let (mut model, expected, _folder) = model(Architecture::Qwen3Moe, 0..9);
+    let experts = model.layout.experts.as_ref().unwrap();
+    let of_layer = |layer: usize| {
+        let parts = experts.layers[layer].parts.clone();
+        parts.map(|part| u32::try_from(part).unwrap())
+    };
+    let (first, last): (Vec<u32>, Vec<u32>) = (of_layer(0).collect(), of_layer(3).collect());
+    let without_first = (0..9).filter(|part| !first.contains(part));
+    let without_both = without_first.clone().filter(|part| !last.contains(part));
+    model.apply(&plan(without_first)).unwrap();
+    let disk = Disk::put_into(&mut model, LONG);
+    disk.hang(true);
+    let mut stop = || match disk.hanging.load(Ordering::Acquire) {
+        0 => Flow::Continue,
+        _ => Flow::Stop,
+    };
+    let ended = model.forward(&TOKENS, &mut stop).unwrap_err();
+    assert!(matches!(ended, ForwardError::Cancelled { .. }), "{ended}");
+    model.recover();
+    let mut orders = Plans {
+        plans: vec![plan(without_both)],
+        // Between layers.
+        left: 1,
+        stops: true,
+        ..Plans::default()
+    };
+    let ended = model.forward(&TOKENS, &mut orders).unwrap_err();
+    assert!(matches!(ended, ForwardError::Cancelled { .. }), "{ended}");
+    let report = orders.applied.pop().unwrap().unwrap();
+    assert!(report.freed > Bytes::ZERO, "{report:?}");
+    disk.hang(false);
+    assert_eq!(model.recover(), 0);
+    says(&mut model, &expected);
+}
+
+#[test]
 fn an_embedding_that_does_not_come_ends_its_request_and_the_next_one_at_once() {
     let (mut model, expected, _folder) = model(Architecture::Llama, 0..5);
     let disk = Disk::put_into(&mut model, SHORT);
