@@ -9,7 +9,7 @@ use std::{
 use super::{
     index::{BLOCK, Entry, SavedMark, Slot, damaged},
     reload::{Piece, Reload, Target},
-    tier::{Memory, Saved},
+    tier::{Memory, Saved, expected},
     transfers::{BUFFERS, Done, PIECE},
 };
 use crate::{
@@ -295,9 +295,10 @@ impl Saved {
                     let bytes = (piece.len as u64).max(1);
                     let newest = (took.as_nanos() << 20) / u128::from(bytes);
                     let newest = u64::try_from(newest).unwrap_or(u64::MAX);
-                    self.read_ns_per_mib = (self.read_ns_per_mib / 4)
-                        .saturating_mul(3)
-                        .saturating_add(newest / 4);
+                    let before = expected(self.read_ns_per_mib, self.measured.elapsed());
+                    self.measured = Instant::now();
+                    self.read_ns_per_mib =
+                        (before / 4).saturating_mul(3).saturating_add(newest / 4);
                     Ok(())
                 }
                 Ok(_) => Err(damaged("its blocks are damaged")),

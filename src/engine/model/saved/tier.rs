@@ -7,7 +7,7 @@ use std::{
     path::Path,
     sync::{Arc, mpsc},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -36,8 +36,9 @@ pub(in crate::model) struct Saved {
     pub(super) reload: Option<Reload>,
     /// Conversations that are still to be read ahead after the start, the most recent last.
     pub(super) ahead: Vec<u64>,
-    /// Time to read a MiB, as measured by reads.
+    /// Time to read a MiB, as measured by reads, and when the last of them ended.
     pub(super) read_ns_per_mib: u64,
+    pub(super) measured: Instant,
     /// Time to compute a token of a prompt.
     pub(super) token: Duration,
     pub(super) counts: SavedCounts,
@@ -132,6 +133,7 @@ impl Saved {
             reload: None,
             ahead: Vec::new(),
             read_ns_per_mib: Calibration::FIELD.read_ns_per_mib,
+            measured: Instant::now(),
             token: Duration::ZERO,
             counts: SavedCounts::default(),
         })
@@ -228,7 +230,8 @@ impl Saved {
     /// Expected time to read `bytes`.
     pub(super) fn reading(&self, bytes: Bytes) -> Duration {
         let kib = bytes.get() / 1024;
-        Duration::from_nanos(self.read_ns_per_mib.saturating_mul(kib) / 1024)
+        let per_mib = expected(self.read_ns_per_mib, self.measured.elapsed());
+        Duration::from_nanos(per_mib.saturating_mul(kib) / 1024)
     }
 
     pub(in crate::model) fn view(&self, client: Option<&str>, held: &[u32]) -> SavedView {
@@ -262,6 +265,17 @@ impl Saved {
     }
 }
 
+/// Expected time to read a MiB, in nanoseconds, from a measurement of this age. Half of what exceeds the time of a usual
+/// drive is forgotten in each [`HALF_LIFE`]: conversations on a disk that was slow once are not read, so that it would
+/// never be measured again.
+pub(super) fn expected(measured: u64, age: Duration) -> u64 {
+    let usual = Calibration::FIELD.read_ns_per_mib;
+    let halvings = age.as_secs() / HALF_LIFE.as_secs();
+    let halvings = u32::try_from(halvings).unwrap_or(u32::MAX);
+    let excess = measured.saturating_sub(usual).checked_shr(halvings);
+    measured.min(usual).saturating_add(excess.unwrap_or(0))
+}
+
 /// Opens the folder and reads its headers; removes those that cannot be used, and names them.
 fn find(
     path: &Path,
@@ -292,4 +306,23 @@ fn find(
         stamp,
         conversations,
     })
+}
+
+/// Half-life of measured times. Our choice: a disk that took 64 times as long as usual is tried again within an hour.
+const HALF_LIFE: Duration = Duration::from_secs(600);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_read_is_forgotten_and_a_fast_one_is_not() {
+        let usual = Calibration::FIELD.read_ns_per_mib;
+        let slow = 65 * usual;
+        assert_eq!(expected(slow, Duration::ZERO), slow);
+        assert_eq!(expected(slow, HALF_LIFE), 33 * usual);
+        assert_eq!(expected(slow, HALF_LIFE * 6), 2 * usual);
+        assert_eq!(expected(u64::MAX, Duration::MAX), usual);
+        assert_eq!(expected(usual / 2, Duration::MAX), usual / 2);
+    }
 }
