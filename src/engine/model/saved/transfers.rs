@@ -222,11 +222,15 @@ impl Folder {
         self.path.join(number.to_string())
     }
 
-    /// Numbers of the headers, in ascending order. Removes other files.
+    /// Numbers of the headers, in ascending order. Removes other files, but no folders, such as `lost+found`.
     pub(super) fn numbers(&self) -> io::Result<Vec<u64>> {
         let mut numbers = Vec::new();
         for file in fs::read_dir(&self.path)? {
-            let name = file?.file_name();
+            let file = file?;
+            if file.file_type()?.is_dir() {
+                continue;
+            }
+            let name = file.file_name();
             match name.to_str().and_then(|name| name.parse().ok()) {
                 Some(number) => numbers.push(number),
                 None if name == BLOCKS => {}

@@ -848,6 +848,7 @@ fn what_an_interrupted_run_has_left_is_removed() {
     let blocks = fs::File::options().append(true).open(saved.join("blocks"));
     io::Write::write_all(&mut blocks.unwrap(), &[7; 300_000]).unwrap();
     fs::write(saved.join("9.new"), "cotenant-conv").unwrap();
+    fs::create_dir(saved.join("lost+found")).unwrap();
     let mut later = Talk::new(&path, 4096);
     later.open(&saved, true);
     later.save();
