@@ -439,8 +439,8 @@ impl LanguageModel for GgufModel {
         self.model.recover()
     }
 
-    fn mark_at(&mut self, position: u32) {
-        self.model.mark_at(position);
+    fn mark_at(&mut self, position: u32, end: u32) {
+        self.model.mark_at(position, end);
     }
 
     fn fork_at(&mut self, position: u32) {

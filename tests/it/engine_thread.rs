@@ -992,7 +992,7 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
         let mut kept = Vec::new();
         for stop in [1, 6, 11] {
             model.reset();
-            model.mark_at(16);
+            model.mark_at(16, 16);
             model
                 .forward(&prompt[..24], &mut || Flow::Continue)
                 .unwrap();

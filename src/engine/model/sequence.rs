@@ -892,10 +892,10 @@ impl Sequence {
         }
     }
 
-    /// Marks the position where the conversation's next prompt may diverge from this one. Only recurrent layers need
-    /// it: the window usually still holds that position.
-    pub(super) fn mark_at(&mut self, position: u32) {
-        self.conversation.end = position;
+    /// Notes the `end` where the conversation's next prompt is likely to diverge from this one, and marks `position`,
+    /// at or before it. Only recurrent layers need a mark: the window usually still holds that position.
+    pub(super) fn mark_at(&mut self, position: u32, end: u32) {
+        self.conversation.end = end;
         if self.needs_marks() {
             self.marks.want_end(position);
         }

@@ -176,7 +176,8 @@ impl Worker {
         if let Some(fork) = fork {
             model.fork_at(fork);
         }
-        model.mark_at(mark_at(prompt.len()));
+        let end = ends_at(prompt.len());
+        model.mark_at(end / MARK_STEP * MARK_STEP, end);
         if !self.answers.is_empty() {
             model.expect(tokens.get());
         }
@@ -759,8 +760,8 @@ const ANSWER_LIKELY: u32 = 256;
 const ANSWER_MIN: u32 = 64;
 /// Position in a prompt of `prompt` tokens where the next prompt is likely to diverge: shortly before the end, since
 /// templates write a beginning for the answer that they omit from earlier answers.
-fn mark_at(prompt: usize) -> u32 {
-    u32::try_from(prompt.saturating_sub(ANSWER_BEGINS) / MARK_STEP * MARK_STEP).unwrap_or(0)
+fn ends_at(prompt: usize) -> u32 {
+    u32::try_from(prompt.saturating_sub(ANSWER_BEGINS)).unwrap_or(0)
 }
 
 /// Tokens that the templates of Qwen3 and Qwen3.5 write before an answer but omit from the next prompt (`<think>`, a
@@ -768,7 +769,7 @@ fn mark_at(prompt: usize) -> u32 {
 const ANSWER_BEGINS: usize = 8;
 /// Alignment of marks: the number of tokens that a recurrent layer computes at once, so that a prompt continued from a
 /// mark is divided as one read from the start.
-const MARK_STEP: usize = 64;
+const MARK_STEP: u32 = 64;
 
 /// Interval of command points while a conversation is read back.
 const RELOAD_STEP: Duration = Duration::from_millis(1);

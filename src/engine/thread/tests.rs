@@ -106,6 +106,25 @@ fn tiny(architecture: Architecture) -> Synthetic {
 }
 
 #[test]
+fn a_short_question_replaces_no_conversation_that_begins_alike() {
+    let options = EngineOptions::default();
+    let loaded = Loaded::with(&tiny(Architecture::Qwen3), options, 1, plan(5, 4096));
+    let handle = loaded.engine.handle();
+    for (id, question) in [(1, "where is the lamp?"), (2, "what is the weather?")] {
+        let message = ChatMessage::new(Role::User, question.to_owned());
+        let prompt = Prompt::Chat(vec![message].into());
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(4)),
+            ..GenerateRequest::new(RequestId::new(id), prompt)
+        };
+        collect(&mut handle.generate(request).unwrap());
+    }
+    let kept = handle.snapshot().kept;
+    let superseded: Vec<bool> = kept.iter().map(|one| one.is_superseded).collect();
+    assert_eq!(superseded, [false], "{kept:?}");
+}
+
+#[test]
 fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
     for architecture in [
         Architecture::Qwen3,

@@ -83,8 +83,8 @@ impl Talk {
         if let Some(fork) = fork {
             self.model.fork_at(fork);
         }
-        self.model
-            .mark_at(u32::try_from(prompt.len()).unwrap().saturating_sub(8));
+        let end = u32::try_from(prompt.len()).unwrap().saturating_sub(8);
+        self.model.mark_at(end, end);
         assert_eq!(kept, self.model.position());
         self.held = prompt.to_vec();
         self.model
@@ -428,7 +428,8 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
         if let Some(fork) = fork {
             talk.model.fork_at(fork);
         }
-        talk.model.mark_at(needed.saturating_sub(20));
+        let end = needed.saturating_sub(20);
+        talk.model.mark_at(end, end);
         let flow = if turn.stops {
             Flow::Stop
         } else {
@@ -520,7 +521,7 @@ fn talked(path: &Path) -> Talk {
             request: 0,
         };
         let kept = talk.model.select(&talk.held, asked).kept as usize;
-        talk.model.mark_at(192);
+        talk.model.mark_at(192, 192);
         talk.model
             .forward(&prompt[kept..], &mut || Flow::Continue)
             .unwrap();
