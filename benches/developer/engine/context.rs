@@ -292,8 +292,8 @@ impl Workbench<'_> {
             .map_err(|error| in_one_line(&error))?;
         let first = self.tokens(0, length);
         self.model.reset();
-        self.model
-            .mark_at((length - PARTS_BEFORE) / MARK_STEP * MARK_STEP);
+        let end = length - PARTS_BEFORE;
+        self.model.mark_at(end / MARK_STEP * MARK_STEP, end);
         let started = Instant::now();
         self.forward(&first)?;
         let took = started.elapsed().as_secs_f64();
