@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 6] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 7] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -421,6 +421,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 6] = [
     (
         Architecture::Lfm2,
         "it has short convolutions, which no kernel supports",
+    ),
+    (
+        Architecture::Lfm2Moe,
+        "it is a mixture of experts, which no kernel supports",
     ),
     (
         Architecture::Olmo2,

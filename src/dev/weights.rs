@@ -52,9 +52,10 @@ impl Weights for Synthetic {
             },
             recurrent: (2, 4, 64),
             experts: match architecture {
-                Architecture::Qwen3Moe | Architecture::Qwen35Moe | Architecture::Qwen3VlMoe => {
-                    (8, 2)
-                }
+                Architecture::Lfm2Moe
+                | Architecture::Qwen3Moe
+                | Architecture::Qwen35Moe
+                | Architecture::Qwen3VlMoe => (8, 2),
                 _ => (0, 0),
             },
             vocabulary: 320,

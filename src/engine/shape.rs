@@ -173,9 +173,9 @@ impl Layout {
                     .filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
                 parts.push(PartLayout::of(Some(index), number, slabs.collect(), piece));
             }
-            if let Some(experts) = &spec.experts
-                && let Some(rooms) = ExpertRooms::of(layer, experts, least, parts.len())
-            {
+            if let Some(experts) = &spec.experts {
+                let rooms = ExpertRooms::of(layer, experts, least, parts.len());
+                let rooms = rooms.unwrap_or_else(|| ExpertRooms::none(parts.len()));
                 let number = parts
                     .iter()
                     .filter(|part| part.layer == Some(index))
@@ -326,6 +326,17 @@ impl ExpertRooms {
             places,
             extents,
         })
+    }
+
+    /// Those of a layer without experts.
+    const fn none(first: usize) -> Self {
+        Self {
+            parts: first..first,
+            each: 1,
+            room: 0,
+            places: [(0, 0); 3],
+            extents: Vec::new(),
+        }
     }
 
     /// Part `part` of these, filled with the experts of the same numbers as its rooms.
@@ -513,6 +524,14 @@ impl PartLayout {
 }
 
 impl FixedLayout {
+    /// Range of a layer's vector, in elements.
+    pub fn vector(&self, index: usize, vector: Vector) -> Option<Range<usize>> {
+        let mut vectors = self.vectors.get(index)?.iter();
+        let (_, tensor, at) = vectors.find(|(kind, _, _)| *kind == vector)?;
+        let elements: u64 = tensor.dims.iter().product();
+        Some(*at..*at + usize::try_from(elements).ok()?)
+    }
+
     fn of(spec: &Spec) -> Self {
         let mut next = 0usize;
         let mut place = |tensor: &TensorInfo| {

@@ -29,7 +29,7 @@ mod tensors;
 pub(super) use family::HeadNorms;
 pub use family::{
     Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerSpec,
-    LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Temperature, Vector,
+    LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores, Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -198,18 +198,20 @@ impl Spec {
             ));
         };
         let width = keys.count("embedding_length", WIDTH_MAX)?;
-        let experts = keys.experts(architecture)?;
+        let experts = keys.experts(architecture, depth)?;
         let feed_forward = match &experts {
             Some(experts) if experts.shared > 0 => experts.shared,
-            Some(experts) => experts.inner,
-            None => keys.count_of_layers("feed_forward_length", WIDTH_MAX)?,
+            Some(experts) if experts.dense == 0 => experts.inner,
+            _ => keys.count_of_layers("feed_forward_length", WIDTH_MAX)?,
         };
         let rotary = keys.rotary(width)?;
         keys.check_sections(rotary)?;
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
-            Architecture::Lfm2 => Some(RecurrentSpec::Convolution(keys.convolution(width)?)),
+            Architecture::Lfm2 | Architecture::Lfm2Moe => {
+                Some(RecurrentSpec::Convolution(keys.convolution(width)?))
+            }
             Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 Some(RecurrentSpec::Delta(keys.delta()?))
             }
@@ -239,7 +241,9 @@ impl Spec {
         };
         let output_norm = match architecture {
             // llama.cpp's name for it, by a mistake that was kept.
-            Architecture::Lfm2 => vector(header, "token_embd_norm.weight", &[width])?,
+            Architecture::Lfm2 | Architecture::Lfm2Moe => {
+                vector(header, "token_embd_norm.weight", &[width])?
+            }
             _ => vector(header, "output_norm.weight", &[width])?,
         };
         let output_bias = match header.tensor("output.bias") {
@@ -253,7 +257,7 @@ impl Spec {
                 prefix: format!("blk.{index}."),
                 width,
                 feed_forward,
-                experts: experts.as_ref(),
+                experts: experts.as_ref().filter(|experts| index >= experts.dense),
                 attention: &attention,
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {

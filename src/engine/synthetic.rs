@@ -275,7 +275,7 @@ impl Synthetic {
             false => self.kv_heads.cast_signed(),
         });
         let heads = match self.architecture {
-            Architecture::Lfm2 => Entry::Ints(heads.collect()),
+            _ if self.architecture.is_lfm2() => Entry::Ints(heads.collect()),
             _ => Entry::Uint(self.kv_heads),
         };
         put("attention.head_count_kv", heads);
@@ -323,9 +323,13 @@ impl Synthetic {
                 );
                 put("rope.scaling.attn_factor", Entry::Float(1.19));
             }
-            Architecture::Lfm2 => {
+            Architecture::Lfm2 | Architecture::Lfm2Moe => {
                 put("vocab_size", Entry::Uint(self.vocabulary));
                 put("shortconv.l_cache", Entry::Uint(3));
+                if self.experts.0 > 0 {
+                    put("leading_dense_block_count", Entry::Uint(self.dense()));
+                    put("expert_gating_func", Entry::Uint(2));
+                }
             }
             Architecture::Qwen2 => {
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
@@ -401,7 +405,7 @@ impl Synthetic {
             | Architecture::Qwen3Vl
             | Architecture::Qwen3VlMoe => "qwen2",
             Architecture::Qwen35 | Architecture::Qwen35Moe => "qwen35",
-            Architecture::Lfm2 => "lfm2",
+            Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
         put("ggml.model", Entry::Text("gpt2".to_owned()));
@@ -448,7 +452,7 @@ impl Synthetic {
             ));
         }
         let output_norm = match self.architecture {
-            Architecture::Lfm2 => "token_embd_norm.weight",
+            Architecture::Lfm2 | Architecture::Lfm2Moe => "token_embd_norm.weight",
             _ => "output_norm.weight",
         };
         list.push(Tensor::vector(output_norm, width, Draw::Norm));
@@ -486,7 +490,7 @@ impl Synthetic {
             };
             let extra = layer >= self.layers;
             let recurrent = !extra && self.is_recurrent(layer);
-            let convolution = recurrent && self.architecture == Architecture::Lfm2;
+            let convolution = recurrent && self.architecture.is_lfm2();
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
             let query = self.heads * self.head_dim;
@@ -510,7 +514,10 @@ impl Synthetic {
                 }
                 matrix("attn_output", query, width, false);
             }
-            let (experts, inner) = (self.experts.0, self.feed_forward);
+            let (experts, inner) = match layer >= self.dense() {
+                true => (self.experts.0, self.feed_forward),
+                false => (0, self.feed_forward),
+            };
             if experts > 0 {
                 stack("ffn_gate_exps", width, inner, false, experts);
                 stack("ffn_up_exps", width, inner, false, experts);
@@ -547,6 +554,9 @@ impl Synthetic {
                 } else {
                     vector("ffn_norm.weight", width, Draw::Norm);
                 }
+            }
+            if self.architecture == Architecture::Lfm2Moe && experts > 0 {
+                vector("exp_probs_b.bias", experts, Draw::Bias);
             }
             if self.architecture == Architecture::Qwen35Moe {
                 vector("ffn_gate_inp_shexp.weight", width, Draw::Bias);
@@ -615,10 +625,18 @@ impl Synthetic {
         list
     }
 
+    /// First layers without experts.
+    const fn dense(&self) -> u32 {
+        match self.architecture {
+            Architecture::Lfm2Moe if self.layers > 1 => self.layers.div_ceil(12),
+            _ => 0,
+        }
+    }
+
     /// Whether a layer is recurrent: three of four, or two of three (`lfm2`).
     const fn is_recurrent(&self, layer: u32) -> bool {
         match self.architecture {
-            Architecture::Lfm2 => !(layer + 1).is_multiple_of(3),
+            Architecture::Lfm2 | Architecture::Lfm2Moe => !(layer + 1).is_multiple_of(3),
             Architecture::Qwen35 | Architecture::Qwen35Moe => !(layer + 1).is_multiple_of(4),
             _ => false,
         }

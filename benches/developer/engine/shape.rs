@@ -71,6 +71,8 @@ pub(crate) enum ShapeName {
     /// The same of LFM2.
     #[value(name = "tiny-lfm2")]
     TinyLfm2,
+    /// The same of LFM2 with a mixture of experts.
+    TinyLfm2Moe,
     /// The same of Llama.
     TinyLlama,
     /// The same of Ministral 3.
@@ -205,6 +207,7 @@ impl ShapeName {
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLfm2 => tiny(Architecture::Lfm2),
+            Self::TinyLfm2Moe => tiny(Architecture::Lfm2Moe),
             Self::TinyLlama => tiny(Architecture::Llama),
             Self::TinyMistral3 => tiny(Architecture::Mistral3),
             Self::TinyOlmo2 => tiny(Architecture::Olmo2),

@@ -13,7 +13,7 @@ use crate::{
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{ExpertLayout, Layout},
-    spec::{ExpertSpec, LayerSpec, Matrix, Role, Vector},
+    spec::{ExpertSpec, LayerSpec, Matrix, Role, Scores, Vector},
 };
 
 /// Experts of the rows of a chunk.
@@ -61,11 +61,17 @@ pub(super) fn compute(
         pass.gated(index, Slot::Experts)?;
         let model = &mut pass.model;
         let gates = model.backend.read(&model.workspace.fourth, 0..rows)?;
-        shared.extend(gates.iter().map(|gate| 1.0 / (1.0 + (-gate).exp())));
+        shared.extend(gates.iter().map(|gate| sigmoid(*gate)));
     }
-    let workspace = &pass.model.workspace;
-    let logits = pass.model.backend.read(&workspace.third, 0..rows * count)?;
-    let choice = Choice::of(logits, spec, &shared);
+    let model = &mut pass.model;
+    let bias = match model.layout.fixed.vector(index, Vector::ScoreBias) {
+        Some(range) => model.backend.read(model.weights.fixed(), range)?.to_vec(),
+        None => vec![0.0; count],
+    };
+    let logits = model
+        .backend
+        .read(&model.workspace.third, 0..rows * count)?;
+    let choice = Choice::of((logits, &bias), spec, &shared);
     experts(pass, index, &choice)?;
     let workspace = &pass.model.workspace;
     let outputs = rows * (spec.used + usize::from(spec.shared > 0));
@@ -381,11 +387,11 @@ impl Weights {
 }
 
 impl Choice {
-    /// Chooses by the logits of a router: by a softmax over all, with weights that sum to one. The first outputs are
-    /// those of the expert that computes every row, if there is one, with the weights `shared`.
-    fn of(logits: &[f32], spec: &ExpertSpec, shared: &[f32]) -> Self {
+    /// Chooses by the logits of a router and the bias of each expert. The first outputs are those of the expert that
+    /// computes every row, if there is one, with the weights `shared`.
+    fn of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec, shared: &[f32]) -> Self {
         let rows = logits.chunks_exact(spec.count.max(1));
-        let chosen: Vec<Vec<(usize, f32)>> = rows.map(|row| best_of(row, spec.used)).collect();
+        let chosen: Vec<Vec<(usize, f32)>> = rows.map(|row| best_of((row, bias), spec)).collect();
         let mut experts: Vec<Chosen> = (0..spec.count)
             .map(|expert| Chosen {
                 expert,
@@ -421,22 +427,34 @@ impl Choice {
     }
 }
 
-/// The `used` most probable experts of a token and their weights, by number; of equals, those with the smaller numbers.
-fn best_of(logits: &[f32], used: usize) -> Vec<(usize, f32)> {
-    let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let powers: Vec<f32> = logits
-        .iter()
-        .map(|logit| (logit - greatest).exp())
-        .collect();
-    let all: f32 = powers.iter().sum();
-    let mut best: Vec<(usize, f32)> = powers.iter().map(|power| power / all).enumerate().collect();
+/// The best experts of a token and their weights, by number; of equals, those with the smaller numbers.
+fn best_of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec) -> Vec<(usize, f32)> {
+    let scores: Vec<f32> = match spec.scores {
+        Scores::Sigmoid => logits.iter().map(|logit| sigmoid(*logit)).collect(),
+        Scores::Softmax => {
+            let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let powers = logits.iter().map(|logit| (logit - greatest).exp());
+            let powers: Vec<f32> = powers.collect();
+            let all: f32 = powers.iter().sum();
+            powers.iter().map(|power| power / all).collect()
+        }
+    };
+    let biased = scores.iter().zip(bias).map(|(score, bias)| score + bias);
+    let mut best: Vec<(usize, f32)> = biased.enumerate().collect();
     best.sort_by(|one, other| other.1.total_cmp(&one.1).then(one.0.cmp(&other.0)));
-    best.truncate(used);
+    best.truncate(spec.used);
     best.sort_by_key(|(expert, _)| *expert);
+    for (expert, weight) in &mut best {
+        *weight = scores.get(*expert).copied().unwrap_or_default();
+    }
     let sum: f32 = best.iter().map(|(_, weight)| weight).sum();
     let sum = sum.max(WEIGHTS_LEAST);
     best.iter_mut().for_each(|(_, weight)| *weight /= sum);
     best
+}
+
+fn sigmoid(logit: f32) -> f32 {
+    1.0 / (1.0 + (-logit).exp())
 }
 
 /// Least sum of the weights, as in llama.cpp (`build_moe_ffn`): 2^-14.
@@ -454,12 +472,15 @@ mod tests {
         used: 2,
         inner: 1,
         shared: 0,
+        dense: 0,
+        scores: Scores::Softmax,
     };
+    const NO_BIAS: [f32; 4] = [0.0; 4];
 
     #[test]
     fn each_row_has_its_best_experts_by_number_with_weights_that_sum_to_one() {
         let logits = [0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0];
-        let choice = Choice::of(&logits, &SPEC, &[]);
+        let choice = Choice::of((&logits, &NO_BIAS), &SPEC, &[]);
         let experts: Vec<(usize, &[u32])> = choice
             .experts
             .iter()
@@ -478,7 +499,7 @@ mod tests {
     #[test]
     fn the_expert_of_every_row_comes_first_and_is_added_last() {
         let choice = Choice::of(
-            &[0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0],
+            (&[0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0], &NO_BIAS),
             &SPEC,
             &[0.25, 0.75],
         );
@@ -490,8 +511,21 @@ mod tests {
     }
 
     #[test]
+    fn a_bias_decides_the_choice_and_changes_no_weight() {
+        let spec = ExpertSpec {
+            scores: Scores::Sigmoid,
+            ..SPEC
+        };
+        let best = best_of((&[0.0, 9.0, 0.0, 0.0], &[0.0, -1.0, 0.0, 0.1]), &spec);
+        assert_eq!(best, [(0, 0.5), (3, 0.5)]);
+        let best = best_of((&[0.0, 9.0, 0.0, 0.0], &NO_BIAS), &spec);
+        assert_eq!(best[1].0, 1);
+        assert!((best[1].1 - 2.0 / 3.0).abs() < 1e-3, "{best:?}");
+    }
+
+    #[test]
     fn equal_experts_are_taken_by_number_and_numbers_that_are_none_choose_as_many() {
-        let all = |logit: f32| best_of(&[logit; 4], 2);
+        let all = |logit: f32| best_of((&[logit; 4], &NO_BIAS), &SPEC);
         assert_eq!(all(0.5), [(0, 0.5), (1, 0.5)]);
         assert_eq!(all(f32::NAN).len(), 2);
         assert_eq!(all(f32::INFINITY).len(), 2);

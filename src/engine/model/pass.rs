@@ -210,8 +210,8 @@ impl Pass<'_, '_> {
             _ => self.attention(index)?,
         }
         match self.model.spec.experts {
-            Some(experts) => mixture::compute(self, index, &experts),
-            None => self.feed_forward(index),
+            Some(experts) if index >= experts.dense => mixture::compute(self, index, &experts),
+            _ => self.feed_forward(index),
         }
     }
 

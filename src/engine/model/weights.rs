@@ -426,13 +426,7 @@ impl Weights {
         index: usize,
         vector: Vector,
     ) -> Option<View> {
-        let (_, tensor, at) = layout
-            .vectors
-            .get(index)?
-            .iter()
-            .find(|(kind, _, _)| *kind == vector)?;
-        let elements: u64 = tensor.dims.iter().product();
-        Some(self.fixed.view(*at..*at + usize::try_from(elements).ok()?))
+        Some(self.fixed.view(layout.vector(index, vector)?))
     }
 
     /// Divisors of the rotary angles, if the model has them.

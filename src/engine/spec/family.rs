@@ -15,6 +15,8 @@ pub enum Architecture {
     Granite,
     /// LFM2 and LFM2.5 dense: short convolutions with attention layers at intervals.
     Lfm2,
+    /// LFM2 with a mixture of experts in all but the first layers.
+    Lfm2Moe,
     /// Llama 2 and 3, and early Mistral.
     Llama,
     /// Ministral 3 and Mistral Small 3: Llama whose queries grow with their position.
@@ -43,11 +45,12 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Exaone4,
         Self::Gemma3,
         Self::Granite,
         Self::Lfm2,
+        Self::Lfm2Moe,
         Self::Llama,
         Self::Mistral3,
         Self::Olmo2,
@@ -70,6 +73,7 @@ impl Architecture {
             Self::Gemma3 => "gemma3",
             Self::Granite => "granite",
             Self::Lfm2 => "lfm2",
+            Self::Lfm2Moe => "lfm2moe",
             Self::Llama => "llama",
             Self::Mistral3 => "mistral3",
             Self::Olmo2 => "olmo2",
@@ -108,13 +112,17 @@ pub(crate) enum HeadNorms {
 }
 
 impl Architecture {
-    /// Whether its layers may have a mixture of experts in place of the feed-forward part: chosen by a softmax over all,
-    /// with weights that sum to one. `llama` is then Mixtral.
+    /// Whether its layers may have a mixture of experts in place of the feed-forward part. `llama` is then Mixtral.
     pub(crate) const fn has_experts(self) -> bool {
         matches!(
             self,
-            Self::Llama | Self::Qwen3Moe | Self::Qwen35Moe | Self::Qwen3VlMoe
+            Self::Lfm2Moe | Self::Llama | Self::Qwen3Moe | Self::Qwen35Moe | Self::Qwen3VlMoe
         )
+    }
+
+    /// Whether it is LFM2: short convolutions beside attention.
+    pub(crate) const fn is_lfm2(self) -> bool {
+        matches!(self, Self::Lfm2 | Self::Lfm2Moe)
     }
 
     /// Whether it is Qwen3.5: Gated DeltaNet beside attention with a gated output.
@@ -128,6 +136,7 @@ impl Architecture {
             Self::Exaone4 => (false, true, HeadNorms::Each),
             Self::Gemma3 => (true, true, HeadNorms::Each),
             Self::Lfm2
+            | Self::Lfm2Moe
             | Self::Qwen3
             | Self::Qwen3Moe
             | Self::Qwen35
@@ -313,6 +322,19 @@ pub struct ExpertSpec {
     pub inner: usize,
     /// Width of the expert that computes every token, with a gate of its own; 0 if there is none.
     pub shared: usize,
+    /// First layers with a feed-forward part in place of the mixture.
+    pub dense: usize,
+    /// Scores of experts by their logits.
+    pub scores: Scores,
+}
+
+/// Scores of the experts of a token. The best are used; their weights are the scores divided by their sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scores {
+    /// Each by itself: `σ(x)`; a bias is added for the choice.
+    Sigmoid,
+    /// Probabilities over all.
+    Softmax,
 }
 
 /// Constants of Gated DeltaNet layers.
@@ -454,6 +476,8 @@ pub enum Vector {
     QueryBias,
     /// Norm of each query head, or of all as one.
     QueryNorm,
+    /// Added to the scores of experts for the choice.
+    ScoreBias,
     /// Norm of each recurrent output head.
     StateNorm,
     /// Bias of the projected values.

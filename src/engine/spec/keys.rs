@@ -3,7 +3,7 @@
 use super::{
     family::{
         Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LocalAttention,
-        Pairing, Temperature,
+        Pairing, Scores, Temperature,
     },
     limits::{
         EXPERTS_MAX, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX,
@@ -85,6 +85,7 @@ impl Keys<'_> {
     pub(super) fn experts(
         &self,
         architecture: Architecture,
+        depth: usize,
     ) -> Result<Option<ExpertSpec>, LoadErrorKind> {
         let count = self.optional("expert_count", EXPERTS_MAX)?;
         let Some(count) = count.filter(|&count| count > 0) else {
@@ -105,11 +106,29 @@ impl Keys<'_> {
             }
             _ => 0,
         };
+        let dense = match architecture {
+            Architecture::Lfm2Moe => self
+                .optional("leading_dense_block_count", depth - 1)?
+                .unwrap_or(0),
+            _ => 0,
+        };
+        let scores = match (self.optional("expert_gating_func", 255)?, architecture) {
+            (Some(2), Architecture::Lfm2Moe) => Scores::Sigmoid,
+            (Some(1), _) | (None, _) => Scores::Softmax,
+            (Some(other), _) => {
+                return Err(self.wrong(
+                    "expert_gating_func",
+                    format!("function {other} is not supported"),
+                ));
+            }
+        };
         Ok(Some(ExpertSpec {
             count,
             used,
             inner,
             shared,
+            dense,
+            scores,
         }))
     }
 

@@ -3,7 +3,7 @@
 use super::{
     family::{
         Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms, LayerSpec,
-        Matrix, Role, Vector,
+        Matrix, Role, Scores, Vector,
     },
     tensors::{bad_shape, tensor, vector},
 };
@@ -196,7 +196,7 @@ impl LayerBuilder<'_> {
             vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
         }
         if let Some(experts) = self.experts {
-            return self.mixture(experts, matrices);
+            return self.mixture(experts, matrices, vectors);
         }
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
@@ -233,8 +233,16 @@ impl LayerBuilder<'_> {
         Ok(())
     }
 
-    fn mixture(&self, spec: &ExpertSpec, matrices: &mut Vec<Matrix>) -> Result<(), LoadErrorKind> {
+    fn mixture(
+        &self,
+        spec: &ExpertSpec,
+        matrices: &mut Vec<Matrix>,
+        vectors: &mut Vec<(Vector, TensorInfo)>,
+    ) -> Result<(), LoadErrorKind> {
         let (width, inner) = (self.width, spec.inner);
+        if spec.scores == Scores::Sigmoid {
+            vectors.push(self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?);
+        }
         matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
         if spec.shared > 0 {
             for (role, name, columns, rows) in [

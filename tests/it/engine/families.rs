@@ -290,7 +290,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma3, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe and smollm3"
             )
         );
