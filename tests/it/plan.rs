@@ -269,7 +269,7 @@ fn published_totals_are_explained_by_the_plan() {
         theirs["verdict"]
             .as_str()
             .unwrap()
-            .contains("keeps 6 of its parts"),
+            .contains("holds 6 of its parts"),
         "{theirs}"
     );
     // 6113 MB were published for Qwen3.5-4B at 4 bits on an Orin NX 16 GB; its context and buffers are unknown. Ours:

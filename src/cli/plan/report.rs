@@ -311,7 +311,8 @@ pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
         Verdict::Fits => format!("fits: peak {peak} of a budget of {budget}, everything resident"),
         Verdict::Reduced => {
             let plan = forecast.rehearsal.plan.as_ref();
-            let tokens = plan.map_or(0, |plan| plan.kv_capacity.get());
+            let capacity = plan.map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+            let tokens = capacity.min(forecast.llm.context).get();
             let held = plan.map_or(0, |plan| plan.resident.len());
             format!(
                 "runs with less: peak {peak} of a budget of {budget}; the LLM holds {held} of its parts and {tokens} tokens \

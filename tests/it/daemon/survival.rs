@@ -257,7 +257,7 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     eventually("it counts as ready", || {
-        installation.log().contains("so it counts as ready")
+        installation.log().contains("assumed ready")
     })
     .await;
     daemon.end().await;
