@@ -162,7 +162,7 @@ mod tests {
         for (text, cause) in [
             ("", "EOF"),
             ("{\"version\":1,\"peaks\":[{\"holder\":7}]}", "invalid type"),
-            ("{\"version\":2,\"peaks\":[]}", "of version 2"),
+            ("{\"version\":2,\"peaks\":[]}", "has version 2"),
             ("{\"version\":1,\"peaks\":[],\"more\":1}", "unknown field"),
         ] {
             fs::write(&path, text).unwrap();

@@ -127,8 +127,12 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
         file.write(&path).unwrap();
         let experts = file.experts.0 as usize;
         // Four layers, each with its experts, if it has any, and the head.
-        let (all, before_head) = match experts {
-            0 => (5, 12),
+        let (all, before_head) = match architecture {
+            _ if experts == 0 => (5, 12),
+            // The first layer has none.
+            Architecture::Lfm2Moe => (8, 3 + 3 * (1 + experts)),
+            // The one that computes every token has two groups.
+            Architecture::Qwen35Moe => (9, 4 * (3 + experts)),
             _ => (9, 4 * (1 + experts)),
         };
         let mut whole = open_in_parts(&path, usize::MAX, &plan(0..all), 1);

@@ -251,7 +251,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
         (DeathClass::KilledExternally, Confidence::Low)
     );
     assert!(
-        verdict.sentence.contains("cannot be read"),
+        verdict.sentence.contains("is unreadable"),
         "{}",
         verdict.sentence
     );
@@ -899,7 +899,7 @@ fn a_machine_without_a_rival_and_one_with_are_reported_apart() {
         verdict
             .remedy
             .unwrap()
-            .starts_with("earlyoom (pid 812) may have sent it")
+            .starts_with("see the log of earlyoom (pid 812), which may have sent it")
     );
 }
 
