@@ -130,7 +130,7 @@ fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {
     let running = json!({
         "size": full.get(),
         "size_vram": held.get(),
-        "context_length": plan.kv_capacity.get(),
+        "context_length": engine.context_of(plan).get(),
         "expires_at": NEVER,
     });
     Some(merged(model_json(model, snapshot), running))
@@ -173,7 +173,8 @@ pub(super) async fn show(
         .any(|tag| template.contains(tag));
     let thinks = thinks.then_some("thinking");
     let capabilities: Vec<&str> = ["completion", "tools"].into_iter().chain(thinks).collect();
-    let wanted = snapshot.engine.full.as_ref().map(|full| full.kv_capacity);
+    let engine = &snapshot.engine;
+    let wanted = engine.full.as_ref().map(|full| engine.context_of(full));
     Ok(Json(json!({
         "modelfile": "",
         "parameters": wanted.map_or_else(String::new, |tokens| format!("num_ctx {tokens}")),

@@ -81,12 +81,9 @@ impl OllamaWriter {
     }
 
     fn context_in_force(&self) -> Option<Tokens> {
-        let snapshot = self.api.backends().status.snapshot();
-        snapshot
-            .engine
-            .in_force
-            .as_ref()
-            .map(|plan| plan.kv_capacity)
+        let engine = &self.api.backends().status.snapshot().engine;
+        let plan = engine.in_force.as_ref();
+        plan.map(|plan| engine.context_of(plan))
     }
 
     /// The answer to a request that only loads or unloads the model, which stays loaded in either case.

@@ -270,34 +270,25 @@ impl KvShape {
             .bytes_per_token(kind)
             .saturating_mul(tokens)
             .saturating_mul(blocks as u64);
-        let windows = match self.windowed {
-            Some(windowed) => {
-                let kept = if blocks < windowed.blocks {
-                    blocks
-                } else {
-                    windowed.blocks
-                };
-                self.of_layers(windowed.layers, kind)
-                    .saturating_mul(tokens)
-                    .saturating_mul(kept as u64)
-            }
-            None => Bytes::ZERO,
-        };
+        let windows = self.windows_bytes(blocks, kind);
         whole
             .round_up(self.granule)
             .saturating_add(windows.round_up(self.granule))
     }
 
-    /// Returns the bytes of the blocks that windowed layers keep.
-    #[must_use]
-    pub const fn window_bytes(&self, kind: KvType) -> Bytes {
-        match self.windowed {
-            Some(windowed) => self
-                .of_layers(windowed.layers, kind)
-                .saturating_mul(self.block_tokens.get() as u64)
-                .saturating_mul(windowed.blocks as u64),
-            None => Bytes::ZERO,
-        }
+    /// Returns the bytes of the blocks that windowed layers keep of `blocks`.
+    const fn windows_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
+        let Some(windowed) = self.windowed else {
+            return Bytes::ZERO;
+        };
+        let kept = if blocks < windowed.blocks {
+            blocks
+        } else {
+            windowed.blocks
+        };
+        self.of_layers(windowed.layers, kind)
+            .saturating_mul(self.block_tokens.get() as u64)
+            .saturating_mul(kept as u64)
     }
 
     /// Returns the maximum number of blocks at the end of `blocks` that take at most `bytes` together.
@@ -494,7 +485,9 @@ impl ModelShape {
     #[must_use]
     pub fn tokens_of_copies(&self, conversations: u32, kind: KvType) -> Tokens {
         let block = self.kv.bytes_per_token(kind).get() * u64::from(self.kv.block_tokens.get());
-        let copy = self.state_bytes.saturating_add(self.kv.window_bytes(kind));
+        let copy = self
+            .state_bytes
+            .saturating_add(self.kv.windows_bytes(u32::MAX, kind));
         if conversations == 0 || block == 0 || copy == Bytes::ZERO {
             return Tokens::ZERO;
         }

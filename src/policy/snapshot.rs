@@ -55,9 +55,19 @@ pub struct EngineView {
     pub full_milli_tokens_per_s: Option<u64>,
     /// Contents of the KV cache.
     pub kv: KvView,
+    /// Longest context of one conversation, if configured.
+    #[serde(skip)]
+    pub context: Option<Tokens>,
 }
 
 impl EngineView {
+    /// Returns the longest context of one conversation under `plan`, whose KV capacity may also hold states of others.
+    #[must_use]
+    pub fn context_of(&self, plan: &EnginePlan) -> Tokens {
+        plan.kv_capacity
+            .min(self.context.unwrap_or(plan.kv_capacity))
+    }
+
     /// Returns the predicted speed under the plan in force relative to the full plan, in thousandths, at most 1000;
     /// `None` until both are known.
     #[must_use]
@@ -312,6 +322,26 @@ mod tests {
             };
             assert_eq!(engine.speed_permille(), permille, "{now:?} of {full:?}");
         }
+    }
+
+    #[test]
+    fn capacity_for_states_is_no_context() {
+        let context = |capacity: u32, most: Option<u32>| {
+            let plan = EnginePlan {
+                resident: [].into(),
+                kv_capacity: Tokens::new(capacity),
+                prefill_chunk: Tokens::new(128),
+                kv_type: crate::kv_type::KvType::F16,
+            };
+            let engine = EngineView {
+                context: most.map(Tokens::new),
+                ..EngineView::default()
+            };
+            engine.context_of(&plan).get()
+        };
+        assert_eq!(context(7680, Some(4096)), 4096);
+        assert_eq!(context(1024, Some(4096)), 1024);
+        assert_eq!(context(7680, None), 7680);
     }
 
     #[test]

@@ -238,6 +238,7 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
         milli_tokens_per_s,
         full_milli_tokens_per_s: _,
         kv,
+        context: _,
     } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),

@@ -11,7 +11,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use cotenant_policy::{residency::EnginePlan, snapshot::EngineView};
+use cotenant_policy::snapshot::EngineView;
 use cotenant_units::Tokens;
 
 use crate::table::{Labels, Size, Table, labels, raise};
@@ -107,10 +107,11 @@ impl LlmMetrics {
         ];
         for (name, plan, speed) in plans {
             let labels = labels([("plan", name)]);
-            if let Some(EnginePlan { kv_capacity, .. }) = plan {
+            if let Some(plan) = plan {
+                let context = engine.context_of(plan);
                 self.context
                     .get_or_create(&labels)
-                    .set(kv_capacity.get().into());
+                    .set(context.get().into());
             }
             if let Some(speed) = speed {
                 let thousandths = u32::try_from(speed).unwrap_or(u32::MAX);

@@ -76,6 +76,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
             milli_tokens_per_s: engine.milli_tokens_per_s(in_force),
             full_milli_tokens_per_s: engine.milli_tokens_per_s(full.as_ref()),
             kv: engine.kv_view(),
+            context: state.params.engine.as_ref().map(|llm| llm.kv_wanted),
             full,
         },
         workers: state

@@ -528,6 +528,7 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
             shape: Some(shape),
             in_force: Some(now),
             full: Some(full),
+            context: Some(Tokens::new(2048)),
             ..EngineView::default()
         },
         ..Snapshot::default()
@@ -543,6 +544,7 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
         .await
         .json();
     assert_eq!(show["model_info"]["qwen3.context_length"], 4096);
+    assert_eq!(show["parameters"], "num_ctx 2048");
     assert_eq!(
         show["capabilities"],
         json!(["completion", "tools", "thinking"])
