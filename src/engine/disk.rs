@@ -40,6 +40,12 @@ impl DiskTimeout {
         Self(limit)
     }
 
+    /// Whether a disk from which nothing has arrived for `idle` counts as stalled.
+    #[must_use]
+    pub fn is_over(self, idle: Duration) -> bool {
+        idle >= self.0
+    }
+
     /// Remaining time to wait for `what`, if nothing has arrived for `idle`.
     ///
     /// # Errors

@@ -212,7 +212,13 @@ impl Model {
         let files = files.ok_or_else(|| io::Error::other("the model's files were not sampled"))?;
         let factors = self.weights.rope_factors().unwrap_or_default();
         let sizes = (&self.sequence.cache, self.vocabulary());
-        self.saved = Some(Saved::start(path, files, factors, sizes)?);
+        self.saved = Some(Saved::start(
+            path,
+            files,
+            factors,
+            sizes,
+            self.weights.limit(),
+        )?);
         Ok(())
     }
 

@@ -21,4 +21,6 @@ mod writing;
 
 pub(super) use tier::{Memory, Saved};
 pub use tier::{OnDisk, SavedCounts, SavedView};
+#[cfg(test)]
+pub(super) use transfers::Hindrance;
 pub use writing::{SaveDue, SaveStep};

@@ -467,6 +467,11 @@ impl Weights {
         self.experts.as_ref()
     }
 
+    /// Time after which the disk counts as stalled.
+    pub(super) const fn limit(&self) -> DiskTimeout {
+        self.limit
+    }
+
     /// Experts, and the time after which the disk counts as stalled.
     pub(super) const fn experts_by(&mut self) -> (DiskTimeout, Option<&mut Experts>) {
         (self.limit, self.experts.as_mut())

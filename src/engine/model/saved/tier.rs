@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     backend::Backend,
+    disk::DiskTimeout,
     kv::KvCache,
     model::{parked::Kept, sequence::Sequence},
     reader::FileIdentity,
@@ -41,6 +42,8 @@ pub(in crate::model) struct Saved {
     pub(super) measured: Instant,
     /// Time to compute a token of a prompt.
     pub(super) token: Duration,
+    /// Time after which the disk counts as stalled.
+    limit: DiskTimeout,
     pub(super) counts: SavedCounts,
 }
 
@@ -100,12 +103,13 @@ pub(in crate::model) struct Memory<'model> {
 
 impl Saved {
     /// Begins to read which conversations are saved in the folder at `path`, for the model with these `files`, rotary
-    /// `factors` and `vocabulary`.
+    /// `factors` and `vocabulary`; `limit` is the time after which the disk counts as stalled.
     pub(in crate::model) fn start(
         path: &Path,
         files: Vec<FileIdentity>,
         factors: &[f32],
         (cache, vocabulary): (&KvCache, u32),
+        limit: DiskTimeout,
     ) -> io::Result<Self> {
         let index = Index::new(cache.place_len_of(KvType::F16));
         let (sink, opening) = mpsc::channel();
@@ -135,6 +139,7 @@ impl Saved {
             read_ns_per_mib: Calibration::FIELD.read_ns_per_mib,
             measured: Instant::now(),
             token: Duration::ZERO,
+            limit,
             counts: SavedCounts::default(),
         })
     }
@@ -192,7 +197,7 @@ impl Saved {
             stamp,
             conversations,
         } = found;
-        let mut transfers = match Transfers::start(&folder) {
+        let mut transfers = match Transfers::start(&folder, self.limit) {
             Ok(transfers) => transfers,
             Err(error) => {
                 tracing::warn!("cannot start the threads that save conversations: {error}");
@@ -251,6 +256,15 @@ impl Saved {
             current: current.filter(continues).last().map(|entry| entry.number),
             bytes: Bytes::of_len(used.saturating_mul(self.index.slot_bytes())),
             counts: self.counts,
+        }
+    }
+
+    /// Hinders all transfers from now on.
+    #[cfg(test)]
+    pub(in crate::model) fn hinder(&mut self, limit: DiskTimeout, hindrance: super::Hindrance) {
+        if let Some((folder, transfers)) = &mut self.disk {
+            folder.hinder(hindrance);
+            transfers.set_limit(limit);
         }
     }
 

@@ -22,7 +22,10 @@ use std::{
 
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
 
-use crate::arena::{Backing, Mapping};
+use crate::{
+    arena::{Backing, Mapping},
+    disk::DiskTimeout,
+};
 use cotenant_units::Bytes;
 
 /// The transfer threads and the buffers that they do not use.
@@ -34,15 +37,22 @@ pub(super) struct Transfers {
     in_flight: usize,
     /// Time of the last result, or of the first job after a pause.
     progress: Instant,
+    /// Time after which the disk counts as stalled.
+    limit: DiskTimeout,
 }
 
+/// Called before each transfer; an error is its result.
+#[cfg(test)]
+pub(in crate::model) type Hindrance = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
+
 /// The folder of saved conversations: one file of blocks, and one header per conversation.
-#[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
     blocks: File,
     /// The same file past the page cache, where the file system supports that.
     direct: Option<File>,
+    #[cfg(test)]
+    hindrance: Mutex<Option<Hindrance>>,
 }
 
 /// Identifies a job to its owner: a series of jobs, and the number within it.
@@ -72,8 +82,8 @@ pub(super) struct Done {
 }
 
 impl Transfers {
-    /// Starts the threads.
-    pub(super) fn start(folder: &Arc<Folder>) -> io::Result<Self> {
+    /// Starts the threads; `limit` is the time after which the disk counts as stalled.
+    pub(super) fn start(folder: &Arc<Folder>, limit: DiskTimeout) -> io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<Job>();
         let queue = Arc::new(Mutex::new(queue));
         let (sink, done) = mpsc::channel();
@@ -99,6 +109,7 @@ impl Transfers {
             buffers: Vec::new(),
             in_flight: 0,
             progress: Instant::now(),
+            limit,
         })
     }
 
@@ -146,7 +157,7 @@ impl Transfers {
     /// Waits at most `patience` for the next result; returns `None` without one.
     ///
     /// # Errors
-    /// When the disk has not answered for [`DISK_TIMEOUT`].
+    /// When the disk has not responded in time.
     pub(super) fn take(&mut self, patience: Duration) -> io::Result<Option<Done>> {
         if self.in_flight == 0 {
             return Ok(None);
@@ -157,16 +168,21 @@ impl Transfers {
             return Ok(Some(done));
         }
         if self.hangs() {
-            let limit = DISK_TIMEOUT.as_secs();
-            let problem = format!("the disk did not respond for {limit} s");
+            let waited = self.progress.elapsed().as_millis();
+            let problem = format!("the disk did not respond for {waited} ms");
             return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
         }
         Ok(None)
     }
 
-    /// Whether the disk has not answered for [`DISK_TIMEOUT`].
+    /// Whether the disk has not responded in time.
     pub(super) fn hangs(&self) -> bool {
-        self.in_flight > 0 && self.progress.elapsed() >= DISK_TIMEOUT
+        self.in_flight > 0 && self.limit.is_over(self.progress.elapsed())
+    }
+
+    #[cfg(test)]
+    pub(super) const fn set_limit(&mut self, limit: DiskTimeout) {
+        self.limit = limit;
     }
 
     /// Whether no job is in flight, after receiving the results of earlier series.
@@ -214,7 +230,15 @@ impl Folder {
             path: path.to_owned(),
             blocks: options(0).open(&file)?,
             direct: options(libc::O_DIRECT).open(&file).ok(),
+            #[cfg(test)]
+            hindrance: Mutex::default(),
         })
+    }
+
+    /// Hinders all transfers that begin from now on.
+    #[cfg(test)]
+    pub(super) fn hinder(&self, hindrance: Hindrance) {
+        *self.hindrance.lock().unwrap() = Some(hindrance);
     }
 
     /// Path of a conversation's header.
@@ -298,7 +322,7 @@ impl Folder {
                 let result = result.map(|()| crc(&mut buffer, len));
                 (result, Some(buffer))
             }
-            Work::Other(work) => (work().map(|()| 0), None),
+            Work::Other(work) => (self.carry_out_other(work).map(|()| 0), None),
         };
         Done {
             tag,
@@ -308,7 +332,21 @@ impl Folder {
         }
     }
 
+    #[cfg(test)]
+    fn hindered(&self) -> io::Result<()> {
+        let hindrance = self.hindrance.lock().unwrap().clone();
+        hindrance.map_or(Ok(()), |hindrance| hindrance())
+    }
+
+    fn carry_out_other(&self, work: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        #[cfg(test)]
+        self.hindered()?;
+        work()
+    }
+
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        self.hindered()?;
         let direct = self.direct.as_ref();
         match direct.map(|direct| direct.write_all_at(bytes, offset)) {
             Some(Err(error)) if is_unsupported(&error) => {}
@@ -322,6 +360,8 @@ impl Folder {
     }
 
     fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        self.hindered()?;
         let direct = self.direct.as_ref();
         match direct.map(|direct| direct.read_exact_at(bytes, offset)) {
             Some(Err(error)) if is_unsupported(&error) => {}
@@ -373,5 +413,3 @@ pub(super) const PIECE: usize = 1 << 20;
 pub(super) const BUFFERS: usize = 2;
 /// Alignment of direct transfers: that of disks with large sectors.
 pub(super) const ALIGNMENT: usize = 4096;
-/// Time after which a disk counts as stalled: that of weights.
-const DISK_TIMEOUT: Duration = Duration::from_secs(4);

@@ -1,14 +1,19 @@
 //! Tests of conversations that take turns: each answer equals that of a conversation alone.
 
 use std::{
-    collections::BTreeSet,
-    fs,
+    collections::{BTreeSet, VecDeque},
+    fs, io,
     os::unix::fs::{PermissionsExt as _, symlink},
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use proptest::{prelude::*, test_runner::TestRunner};
 
 use super::*;
+use crate::{disk::DiskTimeout, model::saved::Hindrance};
 
 fn tiny(path: &Path, architecture: Architecture, dtype: GgmlDType) {
     // The fourth layer is the first one with attention.
@@ -94,31 +99,51 @@ impl Talk {
         kept
     }
 
-    /// Opens a folder of saved conversations, and reads `ahead` what fits.
+    /// Opens a folder of saved conversations on a disk that has much time, and reads `ahead` what fits.
     fn open(&mut self, folder: &Path, ahead: bool) {
         self.model.open_saved(folder).unwrap();
-        // Without a time to compute, none is worth saving.
-        let nothing = SaveDue {
-            token: Duration::ZERO,
-            ..DUE
-        };
-        while self.model.save_conversation(&[], nothing, &mut || true) == SaveStep::Busy {
-            std::thread::yield_now();
-        }
+        self.finish();
+        self.hinder(
+            DiskTimeout::new(Duration::from_secs(600)),
+            Arc::new(|| Ok(())),
+        );
         while ahead && self.model.begin_read_ahead(&self.held) == Some(true) {
             while self.model.reload(STEP) {}
         }
     }
 
+    /// Waits for all transfers.
+    fn finish(&mut self) {
+        // Without a time to compute, none is worth saving.
+        let nothing = SaveDue {
+            token: Duration::ZERO,
+            ..DUE
+        };
+        while let SaveStep::Busy | SaveStep::Failed =
+            self.model.save_conversation(&[], nothing, &mut || true)
+        {
+            std::thread::yield_now();
+        }
+    }
+
+    fn hinder(&mut self, limit: DiskTimeout, hindrance: Hindrance) {
+        self.model.saved.as_mut().unwrap().hinder(limit, hindrance);
+    }
+
     /// Saves all conversations; returns how many were written.
     fn save(&mut self) -> usize {
+        self.try_to_save().expect("the disk has failed")
+    }
+
+    /// Saves conversations; returns how many were written, or `None` where the disk has failed.
+    fn try_to_save(&mut self) -> Option<usize> {
         let mut saved = 0;
         loop {
             match self.model.save_conversation(&self.held, DUE, &mut || true) {
                 SaveStep::Saved => saved += 1,
                 SaveStep::Busy => std::thread::yield_now(),
-                SaveStep::Waits(_) => return saved,
-                SaveStep::Failed => panic!("the disk has failed"),
+                SaveStep::Waits(_) => return Some(saved),
+                SaveStep::Failed => return None,
             }
         }
     }
@@ -330,6 +355,43 @@ struct Turn {
     /// Poll of the pass at which the capacity changes, or the answer is cancelled.
     look: u32,
     stops: bool,
+    /// What happens to the next transfers, and whether those that hang go on before this turn.
+    disk: (Vec<Transfer>, bool),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Transfer {
+    Succeeds,
+    Fails,
+    Hangs,
+}
+
+/// A disk whose transfers succeed unless planned otherwise.
+#[derive(Default)]
+struct FaultyDisk {
+    planned: Mutex<VecDeque<Transfer>>,
+    hangs: AtomicBool,
+}
+
+impl FaultyDisk {
+    fn plan(&self, (transfers, goes_on): &(Vec<Transfer>, bool)) {
+        self.planned.lock().unwrap().extend(transfers);
+        self.hangs.store(!goes_on, Ordering::Release);
+    }
+
+    fn carry_out(&self) -> io::Result<()> {
+        let planned = self.planned.lock().unwrap().pop_front();
+        match planned.unwrap_or(Transfer::Succeeds) {
+            Transfer::Succeeds => {}
+            Transfer::Fails => return Err(io::Error::other("as planned")),
+            Transfer::Hangs => {
+                while self.hangs.load(Ordering::Acquire) {
+                    std::thread::sleep(STEP);
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 fn turn() -> impl Strategy<Value = Turn> {
@@ -350,6 +412,17 @@ fn turn() -> impl Strategy<Value = Turn> {
             0u32..12,
             prop::bool::weighted(0.15),
         ),
+        (
+            prop::collection::vec(
+                prop_oneof![
+                    8 => Just(Transfer::Succeeds),
+                    1 => Just(Transfer::Fails),
+                    1 => Just(Transfer::Hangs),
+                ],
+                0..30,
+            ),
+            any::<bool>(),
+        ),
     )
         .prop_map(
             |(
@@ -357,6 +430,7 @@ fn turn() -> impl Strategy<Value = Turn> {
                 (fresh, seed, answer),
                 (idle, spare, chunk),
                 ((resident, saves), look, stops),
+                disk,
             )| Turn {
                 who,
                 replaces,
@@ -370,6 +444,7 @@ fn turn() -> impl Strategy<Value = Turn> {
                 saves,
                 look,
                 stops,
+                disk,
             },
         )
 }
@@ -379,11 +454,17 @@ fn greedy(logits: &[f32]) -> u32 {
     u32::try_from(best.unwrap().0).unwrap()
 }
 
-/// Returns the number of reused tokens.
-fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
+/// Takes turns, and continues all conversations after a restart; returns the number of reused tokens.
+fn take_turns(path: &Path, turns: &[Turn], is_faulty: bool) -> u64 {
     let mut talk = Talk::new(path, 512);
-    let folder = tempfile::tempdir().unwrap();
+    let folder = memory_folder();
     talk.open(folder.path(), true);
+    let disk = Arc::new(FaultyDisk::default());
+    if is_faulty {
+        let theirs = Arc::clone(&disk);
+        let limit = DiskTimeout::new(Duration::from_millis(1));
+        talk.hinder(limit, Arc::new(move || theirs.carry_out()));
+    }
     let mut alone = Talk::new(path, 4096).model;
     let system = text(0, 100);
     let mut conversations = vec![vec![system; 3]; 3];
@@ -395,8 +476,10 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
         let prompt = &mut conversations[who][which];
         prompt.truncate(prompt.len().saturating_sub(turn.replaces as usize).max(50));
         prompt.extend(text(turn.seed, turn.fresh));
+        disk.plan(&turn.disk);
         if turn.saves {
-            talk.save();
+            let saved = talk.try_to_save();
+            assert!(is_faulty || saved.is_some());
         }
         let (kv, kind) = turn.idle;
         let plan = |kv, kind| EnginePlan {
@@ -470,7 +553,39 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
         computed[who].push(talk.held.clone());
         talk.check();
     }
+    disk.plan(&(Vec::new(), true));
+    talk.finish();
+    drop(talk);
+    let mut later = Talk::new(path, 4096);
+    later.open(folder.path(), true);
+    for (who, conversations) in conversations.iter().enumerate() {
+        let client: Arc<str> = Arc::from(["", "a", "b"][who]);
+        for conversation in conversations {
+            let prompt = &[&conversation[..], &[1]].concat();
+            let asked = Asked {
+                client: Some(&client).filter(|client| !client.is_empty()),
+                prompt,
+                request: 0,
+            };
+            later.reload(asked);
+            let kept = later.model.select(&later.held, asked).kept;
+            let read = later
+                .model
+                .forward(&prompt[kept as usize..], &mut || Flow::Continue);
+            let logits = read.unwrap().to_vec();
+            alone.reset();
+            let expected = alone.forward(prompt, &mut || Flow::Continue).unwrap();
+            assert!(logits == expected[..], "{kept} tokens after a restart");
+            later.held.clone_from(prompt);
+        }
+    }
     reused
+}
+
+/// A folder in memory where there is one: its transfers take no time.
+fn memory_folder() -> tempfile::TempDir {
+    let in_memory = tempfile::tempdir_in("/dev/shm");
+    in_memory.or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 #[test]
@@ -493,7 +608,9 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
         let reused = std::cell::Cell::new(0);
         runner
             .run(&prop::collection::vec(turn(), 4..14), |turns| {
-                reused.set(reused.get() + take_turns(&path, &turns));
+                for is_faulty in [false, true] {
+                    reused.set(reused.get() + take_turns(&path, &turns, is_faulty));
+                }
                 Ok(())
             })
             .unwrap_or_else(|failed| panic!("{architecture:?}: {failed}"));
