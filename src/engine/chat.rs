@@ -24,7 +24,7 @@ use super::{
     answer::{AnswerStyle, ThoughtTags, Thoughts},
     gguf::Header,
     tokenizer::Tokenizer,
-    tool_format::{ToolFormat, answers_in_words, in_words, system_in_words},
+    tool_format::{ToolFormat, answers_in_words, calls_in_python, in_words, system_in_words},
 };
 pub use cotenant_conversation::{ChatMessage, Conversation, Role, ToolCall};
 
@@ -190,6 +190,7 @@ impl ChatTemplate {
             for (message, said) in shown.iter_mut().zip(messages) {
                 if let Value::Object(message) = message {
                     message.insert("role".to_owned(), json!(said.role));
+                    self.write_calls(message);
                 }
             }
         }
@@ -237,6 +238,18 @@ impl ChatTemplate {
                 tools,
             },
         })
+    }
+
+    /// Writes the calls of an earlier answer into its content, for a template of LFM2 that does not print them.
+    fn write_calls(&self, message: &mut Map<String, Value>) {
+        if self.format != ToolFormat::Python || self.source.contains("tool_calls") {
+            return;
+        }
+        if let Some(Value::Array(calls)) = message.remove("tool_calls")
+            && let Some(Value::String(content)) = message.get_mut("content")
+        {
+            content.push_str(&calls_in_python(&calls));
+        }
     }
 
     /// Whether a system message may be among the others: the template searches for it, or searches for nothing.

@@ -558,6 +558,7 @@ mod tests {
             ToolFormat::Listed,
             ToolFormat::Mistral,
             ToolFormat::Parameters,
+            ToolFormat::Python,
             ToolFormat::Tagged,
         ];
         for format in formats {

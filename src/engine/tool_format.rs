@@ -6,6 +6,7 @@
 //! | [`ToolFormat::Parameters`] | `<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>…` (Qwen 3.5, Qwen 3 Coder) | `<function=` |
 //! | [`ToolFormat::Mistral`] | `[TOOL_CALLS]name[ARGS]{…}` (Mistral, Ministral, Devstral) | `[TOOL_CALLS]` |
 //! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |
+//! | [`ToolFormat::Python`] | `<|tool_call_start|>[name(key=value)]<|tool_call_end|>` (LFM2, LFM2.5) | `List of tools: ` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
 //!
 //! The format determines the syntax of a forced call; answers are parsed in every format (`answer`).
@@ -29,6 +30,8 @@ pub enum ToolFormat {
     Mistral,
     /// Tags around a function and its parameters, with separate tags for each.
     Parameters,
+    /// Tags around a list of calls in Python's notation.
+    Python,
     /// Tags around one JSON object.
     Tagged,
 }
@@ -45,6 +48,8 @@ impl ToolFormat {
             Self::Listed
         } else if template.contains("<tool_call>") {
             Self::Tagged
+        } else if template.contains("List of tools: ") {
+            Self::Python
         } else if knows && template.contains("\"parameters\"") {
             Self::Bare
         } else {
@@ -175,6 +180,41 @@ fn message_in_words(message: &ChatMessage) -> ChatMessage {
     }
 }
 
+/// Calls as [`ToolFormat::Python`] writes them, from their objects in a message.
+pub(super) fn calls_in_python(calls: &[Value]) -> String {
+    let written = calls.iter().map(|call| {
+        let function = call.get("function").unwrap_or(&Value::Null);
+        let name = function.get("name").and_then(Value::as_str);
+        let arguments = function.get("arguments").and_then(Value::as_object);
+        let keywords = arguments.into_iter().flatten();
+        let keywords = keywords.map(|(key, value)| format!("{key}={}", in_python(value)));
+        let keywords: Vec<String> = keywords.collect();
+        format!("{}({})", name.unwrap_or_default(), keywords.join(", "))
+    });
+    let written: Vec<String> = written.collect();
+    format!("{PYTHON_START}[{}]{PYTHON_END}", written.join(", "))
+}
+
+fn in_python(value: &Value) -> String {
+    match value {
+        Value::Null => "None".to_owned(),
+        Value::Bool(true) => "True".to_owned(),
+        Value::Bool(false) => "False".to_owned(),
+        Value::Number(_) | Value::String(_) => value.to_string(),
+        Value::Array(list) => {
+            let list: Vec<String> = list.iter().map(in_python).collect();
+            format!("[{}]", list.join(", "))
+        }
+        Value::Object(map) => {
+            let fields = map.iter();
+            let fields =
+                fields.map(|(key, value)| format!("{}: {}", literal(key), in_python(value)));
+            let fields: Vec<String> = fields.collect();
+            format!("{{{}}}", fields.join(", "))
+        }
+    }
+}
+
 fn instructions(tools: &[Value]) -> String {
     let listed: String = tools.iter().map(|tool| format!("{tool}\n")).collect();
     format!(
@@ -203,24 +243,13 @@ pub(super) fn call_grammar(
         let parameters = arguments_of(function.get("parameters"));
         let call = match format {
             ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
-            ToolFormat::Bare | ToolFormat::Listed | ToolFormat::Mistral | ToolFormat::Tagged => {
+            ToolFormat::Python if has_keywords(&parameters) => {
+                call_by_keywords(&mut rules, index, name, &parameters)?
+            }
+            _ => {
                 let schema = with_layout(&parameters)?;
                 rules.push_str(&format!("args_{index}: %json {schema}\n"));
-                let quoted = Value::from(name).to_string();
-                let (open, close) = match format {
-                    ToolFormat::Mistral => (format!("[TOOL_CALLS]{name}[ARGS]"), ""),
-                    ToolFormat::Listed => (
-                        format!("<|tool_call|>[{{\"name\": {quoted}, \"arguments\": "),
-                        "}]",
-                    ),
-                    ToolFormat::Tagged => (
-                        format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": "),
-                        "}\n</tool_call>",
-                    ),
-                    ToolFormat::Bare | ToolFormat::Parameters => {
-                        (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
-                    }
-                };
+                let (open, close) = around_object(format, name);
                 let close = if close.is_empty() {
                     String::new()
                 } else {
@@ -233,6 +262,21 @@ pub(super) fn call_grammar(
         rules.push_str(&format!("call_{index}: {call}\n"));
     }
     Ok(format!("start: {}\n{rules}", calls.join(" | ")))
+}
+
+/// Texts around the JSON object of a call's arguments.
+fn around_object(format: ToolFormat, name: &str) -> (String, &'static str) {
+    let quoted = Value::from(name).to_string();
+    let call = format!("{{\"name\": {quoted}, \"arguments\": ");
+    match format {
+        ToolFormat::Mistral => (format!("[TOOL_CALLS]{name}[ARGS]"), ""),
+        ToolFormat::Listed => (format!("<|tool_call|>[{call}"), "}]"),
+        ToolFormat::Tagged => (format!("<tool_call>\n{call}"), "}\n</tool_call>"),
+        ToolFormat::Python => (format!("{PYTHON_START}[{call}"), "}]<|tool_call_end|>"),
+        ToolFormat::Bare | ToolFormat::Parameters => {
+            (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
+        }
+    }
 }
 
 /// The schema of a function's arguments, which are always an object; without declared parameters it is empty.
@@ -260,24 +304,10 @@ fn call_by_parameters(
     parameters: &Value,
 ) -> Result<String, ConstraintError> {
     let parameters = with_layout(parameters)?;
-    let empty = Map::new();
-    let properties = parameters
-        .get("properties")
-        .and_then(Value::as_object)
-        .unwrap_or(&empty);
-    let required: Vec<&str> = parameters
-        .get("required")
-        .and_then(Value::as_array)
-        .map(|list| list.iter().filter_map(Value::as_str).collect())
-        .unwrap_or_default();
     let mut call = literal(&format!("<tool_call>\n<function={name}>\n"));
-    for (at, (key, schema)) in properties.iter().enumerate() {
+    for (at, (key, schema, is_required)) in properties(&parameters).enumerate() {
         let rule = format!("p_{index}_{at}");
-        let optional = if required.contains(&key.as_str()) {
-            ""
-        } else {
-            "?"
-        };
+        let optional = if is_required { "" } else { "?" };
         call.push_str(&format!(" {rule}{optional}"));
         let open = literal(&format!("<parameter={key}>\n"));
         let close = "\n</parameter>\n";
@@ -304,26 +334,97 @@ fn call_by_parameters(
                 "text_{index}_{at}[lazy]: /(?s:.{times})\\n<\\/parameter>\\n/\n"
             ));
         } else {
-            let mut schema = schema.clone();
-            lay_out(&mut schema);
-            // Definitions referred to by a parameter's schema are in the enclosing schema.
-            for shared in ["$defs", "definitions"] {
-                if let (Some(map), Some(definitions)) =
-                    (schema.as_object_mut(), parameters.get(shared))
-                {
-                    map.insert(shared.to_owned(), definitions.clone());
-                }
-            }
             rules.push_str(&format!(
                 "{rule}: {open} json_{index}_{at} {}\n",
                 literal(close)
             ));
+            let schema = schema_alone(schema, &parameters);
             rules.push_str(&format!("json_{index}_{at}: %json {schema}\n"));
         }
     }
     call.push(' ');
     call.push_str(&literal("</function>\n</tool_call>"));
     Ok(call)
+}
+
+/// The rule of a call in Python's notation, `name(key=value, …)`, in the order of the declared parameters.
+fn call_by_keywords(
+    rules: &mut String,
+    index: usize,
+    name: &str,
+    parameters: &Value,
+) -> Result<String, ConstraintError> {
+    let parameters = with_layout(parameters)?;
+    // `first_` and `next_` stand for the parameters from one on, of which the first has no comma before it.
+    let mut end = 0;
+    for (at, (key, schema, is_required)) in properties(&parameters).enumerate() {
+        let open = literal(&format!("{key}="));
+        let after = at + 1;
+        let skipped = |rule: &str| {
+            if is_required {
+                String::new()
+            } else {
+                format!(" | {rule}_{index}_{after}")
+            }
+        };
+        rules.push_str(&format!(
+            "first_{index}_{at}: value_{index}_{at} next_{index}_{after}{}\n\
+             next_{index}_{at}: \", \" value_{index}_{at} next_{index}_{after}{}\n",
+            skipped("first"),
+            skipped("next")
+        ));
+        if schema.get("type").and_then(Value::as_str) == Some("boolean") {
+            rules.push_str(&format!(
+                "value_{index}_{at}: {open} (\"True\" | \"False\")\n"
+            ));
+        } else {
+            let schema = schema_alone(schema, &parameters);
+            rules.push_str(&format!("value_{index}_{at}: {open} json_{index}_{at}\n"));
+            rules.push_str(&format!("json_{index}_{at}: %json {schema}\n"));
+        }
+        end = after;
+    }
+    rules.push_str(&format!(
+        "first_{index}_{end}: \"\"\nnext_{index}_{end}: \"\"\n"
+    ));
+    let open = literal(&format!("{PYTHON_START}[{name}("));
+    Ok(format!(
+        "{open} first_{index}_0 {}",
+        literal(&format!(")]{PYTHON_END}"))
+    ))
+}
+
+/// Whether all parameters can be keywords.
+fn has_keywords(parameters: &Value) -> bool {
+    let is_name = |key: &str| {
+        !key.is_empty()
+            && key
+                .chars()
+                .all(|character| character.is_ascii_alphanumeric() || character == '_')
+    };
+    properties(parameters).all(|(key, ..)| is_name(key))
+}
+
+/// The parameters of a function: name, schema, and whether it is required.
+fn properties(parameters: &Value) -> impl Iterator<Item = (&str, &Value, bool)> {
+    let properties = parameters.get("properties").and_then(Value::as_object);
+    let required = parameters.get("required").and_then(Value::as_array);
+    properties.into_iter().flatten().map(move |(key, schema)| {
+        let is_required = required.is_some_and(|required| required.iter().any(|name| name == key));
+        (key.as_str(), schema, is_required)
+    })
+}
+
+/// The schema of one parameter, with the definitions of the enclosing schema that it may refer to.
+fn schema_alone(schema: &Value, parameters: &Value) -> Value {
+    let mut schema = schema.clone();
+    lay_out(&mut schema);
+    for shared in ["$defs", "definitions"] {
+        if let (Some(map), Some(definitions)) = (schema.as_object_mut(), parameters.get(shared)) {
+            map.insert(shared.to_owned(), definitions.clone());
+        }
+    }
+    schema
 }
 
 /// Length limits of a text as a regular-expression repetition.
@@ -340,6 +441,10 @@ fn repetitions(schema: &Value) -> String {
         }
     }
 }
+
+/// Tags of [`ToolFormat::Python`].
+const PYTHON_START: &str = "<|tool_call_start|>";
+const PYTHON_END: &str = "<|tool_call_end|>";
 
 /// Keywords that constrain no argument of a function.
 const SAYING_NOTHING: [&str; 4] = ["$schema", "description", "title", "type"];

@@ -435,7 +435,7 @@ impl CallParser<'_> {
             return Found::Nothing;
         }
         if rest.starts_with('(') {
-            if !self.functions.has(name) {
+            if !self.any_name && !self.functions.has(name) {
                 return Found::Nothing;
             }
             return match extent(rest) {
