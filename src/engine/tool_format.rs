@@ -14,7 +14,7 @@
 //! A template without tool support gets the tools in a system message, in the wording of Qwen 2.5's template, and
 //! writes them tagged.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::schema::{ConstraintError, lay_out, with_layout};
 use cotenant_conversation::{ChatMessage, Conversation, Role};

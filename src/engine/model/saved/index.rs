@@ -199,6 +199,11 @@ impl Index {
         self.slots_max.saturating_sub(used)
     }
 
+    #[cfg(test)]
+    pub(super) const fn limit_slots(&mut self, slots: usize) {
+        self.slots_max = slots;
+    }
+
     /// Number of slots in the file.
     pub(super) const fn slots_max(&self) -> usize {
         self.slots_max

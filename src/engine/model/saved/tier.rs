@@ -268,6 +268,12 @@ impl Saved {
         }
     }
 
+    /// Limits the file of blocks.
+    #[cfg(test)]
+    pub(in crate::model) const fn limit_slots(&mut self, slots: usize) {
+        self.index.limit_slots(slots);
+    }
+
     /// Removes a saved conversation from the disk.
     pub(super) fn remove(&mut self, number: u64) {
         let ranges: Ranges = self.index.remove(number);

@@ -1,6 +1,11 @@
 //! Writing idle conversations to disk.
 
-use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    sync::Arc,
+    time::Duration,
+};
 
 use super::{
     index::{BLOCK, Entry, Index, SavedConversation, SavedMark, Slot, write_header},
@@ -89,13 +94,12 @@ impl Saved {
         if let Err(error) = sequence.cache.settle(backend) {
             return self.save_failed(&io::Error::other(error));
         }
-        let Some(draft) = draft(&mut self.index, sequence, &source, held) else {
-            let has_room = self.make_room(sequence, &source, held);
-            return if has_room {
-                SaveStep::Busy
-            } else {
-                SaveStep::Waits(None)
-            };
+        let draft = match draft(&mut self.index, sequence, &source, held) {
+            Ok(draft) => draft,
+            Err(wanted) if self.make_room(sequence, &source, held, wanted) => {
+                return SaveStep::Busy;
+            }
+            Err(_) => return SaveStep::Waits(None),
         };
         let fresh: Vec<usize> = draft.fresh.iter().map(|(slot, _)| *slot).collect();
         let written = self.write(sequence, draft, go_on);
@@ -178,9 +182,16 @@ impl Saved {
         Err(next)
     }
 
-    /// Removes the oldest saved conversation that is not in memory as well, of this client if it has several. Returns
-    /// whether there was one: a conversation that is in memory would be saved again.
-    fn make_room(&mut self, sequence: &Sequence, source: &Source, held: &[u32]) -> bool {
+    /// Removes the oldest saved conversation that is not in memory as well, of this client if it has several; those that
+    /// are in memory would be saved again. Returns whether one was removed: none is if all of them leave fewer than
+    /// `wanted` slots.
+    fn make_room(
+        &mut self,
+        sequence: &Sequence,
+        source: &Source,
+        held: &[u32],
+        wanted: usize,
+    ) -> bool {
         let kind = sequence.cache.kind();
         let client = match source {
             Source::Parked(number) => sequence.parked(*number).map(|one| &one.conversation),
@@ -200,6 +211,12 @@ impl Saved {
             })
             .collect();
         let may_go = |entry: &&Entry| !in_memory.contains(&entry.number);
+        let stays = self.index.entries().iter().filter(|entry| !may_go(entry));
+        let stays = stays.flat_map(|entry| entry.saved.slots().map(|slot| slot.number));
+        let stays = stays.collect::<BTreeSet<usize>>().len();
+        if wanted > self.index.slots_max().saturating_sub(stays) {
+            return false;
+        }
         let own: Vec<u64> = self
             .index
             .of(client)
@@ -295,14 +312,19 @@ impl Saved {
     }
 }
 
-/// Prepares to write a conversation: takes slots for what no saved one has. Returns `None` if there are too few, or
-/// too many conversations.
-fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) -> Option<Draft> {
+/// Prepares to write a conversation: takes slots for what no saved one has. If there are too few, or too many
+/// conversations, returns the number of slots that it wants.
+fn draft(
+    index: &mut Index,
+    sequence: &Sequence,
+    source: &Source,
+    held: &[u32],
+) -> Result<Draft, usize> {
     let cache = &sequence.cache;
     let kind = cache.kind();
     let (conversation, tokens, places, marks, precision) = match source {
         Source::Parked(number) => {
-            let one = sequence.parked(*number)?;
+            let one = sequence.parked(*number).ok_or(usize::MAX)?;
             let places = cache.parked_places(*number);
             (
                 &one.conversation,
@@ -359,7 +381,7 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
     let wanted = blocks.saturating_sub(known.len()) + of_copies;
     let replaced = replaced_by(index, sequence, held, (client, tokens, marks));
     if wanted > index.free() || index.is_full(&replaced, tokens.len()) {
-        return None;
+        return Err(wanted);
     }
     let mut fresh = Vec::with_capacity(wanted);
     let mut take = |place: usize| {
@@ -370,7 +392,7 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
     };
     let blocks = (0..blocks).zip(places);
     let blocks = blocks.map(|(number, place)| known.remove(&number).or_else(|| take(*place)));
-    let blocks = blocks.collect::<Option<Vec<_>>>()?;
+    let blocks = blocks.collect::<Option<Vec<_>>>().ok_or(wanted)?;
     let marks = copies.into_iter().map(|(mark, places, windows, same)| {
         let copy = match same {
             Some(same) => same,
@@ -386,7 +408,7 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
             copy,
         })
     });
-    let marks = marks.collect::<Option<Vec<_>>>()?;
+    let marks = marks.collect::<Option<Vec<_>>>().ok_or(wanted)?;
     let saved = SavedConversation {
         client: client.map(str::to_owned),
         end: conversation.end,
@@ -396,7 +418,7 @@ fn draft(index: &mut Index, sequence: &Sequence, source: &Source, held: &[u32]) 
         blocks,
         marks,
     };
-    Some(Draft {
+    Ok(Draft {
         saved,
         fresh,
         replaced,

@@ -979,6 +979,35 @@ fn what_an_interrupted_run_has_left_is_removed() {
 }
 
 #[test]
+fn no_saved_conversation_is_removed_for_one_that_does_not_fit_either() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    let mut talk = Talk::new(&path, 4096);
+    talk.open(&folder.path().join("saved"), true);
+    // On disk only, in two slots.
+    talk.read(Some("hall"), &text(1, 100));
+    assert_eq!(talk.save(), 1);
+    talk.model.keep(0);
+    talk.held.clear();
+    // Four slots, and as many for the next one, of which three could be had.
+    talk.model.saved.as_mut().unwrap().limit_slots(7);
+    talk.read(Some("study"), &text(2, 210));
+    assert_eq!(talk.save(), 1);
+    talk.read(Some("kitchen"), &text(3, 210));
+    assert_eq!(talk.save(), 0);
+    let saved = |talk: &Talk| {
+        let view = talk.model.saved_view(&[]);
+        let tokens = view.conversations.iter().map(|one| one.tokens.get());
+        tokens.collect::<Vec<u32>>()
+    };
+    assert_eq!(saved(&talk), [100, 210]);
+    talk.model.saved.as_mut().unwrap().limit_slots(8);
+    assert_eq!(talk.save(), 1);
+    assert_eq!(saved(&talk), [210, 210]);
+}
+
+#[test]
 fn a_full_disk_costs_no_conversation_in_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
