@@ -392,6 +392,15 @@ fn engine_line(engine: &v1::Engine) -> String {
             Bytes::new(engine.kv_untouched_bytes)
         ));
     }
+    if let Some(experts) = &engine.experts {
+        line.push_str(&format!(
+            ", {} of {} experts in memory",
+            experts.resident, experts.total
+        ));
+        if let Some(found) = (experts.found * 100).checked_div(experts.found + experts.read) {
+            line.push_str(&format!(" ({found} % of uses)"));
+        }
+    }
     if engine.milli_tokens_per_second > 0 {
         let (whole, rest) = (
             engine.milli_tokens_per_second / 1000,
@@ -543,6 +552,12 @@ mod tests {
                 layers_total: 36,
                 sheds: 1,
                 milli_tokens_per_second: 12_345,
+                experts: Some(v1::Experts {
+                    total: 3072,
+                    resident: 412,
+                    found: 62,
+                    read: 38,
+                }),
                 ..v1::Engine::default()
             }),
             workers: vec![v1::Worker {
@@ -566,7 +581,8 @@ mod tests {
             );
         }
         assert!(
-            text.contains("reboot    advised: no process")
+            text.contains("412 of 3072 experts")
+                && text.contains("reboot    advised: no process")
                 && text.contains("failed: given up")
                 && text.contains("1 shed,"),
             "{text}"

@@ -395,6 +395,12 @@ impl Supervisor for ControlHandle {
         if let (Some(engine), Some(handle)) = (&mut status.engine, &handle) {
             let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
             engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
+            engine.experts = handle.snapshot().experts.map(|experts| v1::Experts {
+                total: experts.total as u64,
+                resident: experts.resident as u64,
+                found: experts.found,
+                read: experts.read,
+            });
             engine.sequences = sequences(handle);
             // Taken at the same time as the sequences: the arbiter's figures are those of the last event.
             (engine.kv_used_tokens, engine.kv_kept_tokens) =

@@ -175,6 +175,7 @@ impl StatusBackend for Status {
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
             self.metrics.set_command_gap(snapshot.command_gap_max);
+            let experts = snapshot.experts.unwrap_or_default();
             let load = LlmLoad {
                 running: snapshot.running.len(),
                 waiting: snapshot.queued,
@@ -189,6 +190,8 @@ impl StatusBackend for Status {
                 failed: snapshot.saved.counts.failed,
                 drafted: snapshot.tokens_drafted,
                 accepted: snapshot.drafts_accepted,
+                experts_found: experts.found,
+                experts_read: experts.read,
             };
             let capacity = snapshot.plan.as_ref().map(|plan| plan.kv_capacity);
             self.metrics

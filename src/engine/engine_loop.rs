@@ -316,6 +316,7 @@ impl EngineLoop {
         self.state.held = Some(breakdown.total);
         self.state.untouched = breakdown.kv_untouched;
         self.state.breakdown = Some(breakdown);
+        self.state.experts = model.expert_counts();
         self.state.kept = model.kept_conversations().into();
     }
 

@@ -17,8 +17,8 @@ use super::{
     helper::Helper,
     language_model::{LanguageModel, Opened},
     model::{
-        Asked, Kept, Lane, Model, ModelOptions, Opening, SaveDue, SaveStep, SavedView, Scores,
-        Selected, Span,
+        Asked, ExpertCounts, Kept, Lane, Model, ModelOptions, Opening, SaveDue, SaveStep,
+        SavedView, Scores, Selected, Span,
     },
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
@@ -363,6 +363,10 @@ impl LanguageModel for GgufModel {
 
     fn saved_view(&self, held: &[u32]) -> SavedView {
         self.model.saved_view(held)
+    }
+
+    fn expert_counts(&self) -> Option<ExpertCounts> {
+        self.model.expert_counts()
     }
 
     fn kept_conversations(&self) -> Vec<Kept> {

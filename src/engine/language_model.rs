@@ -6,7 +6,10 @@ use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Kept, Lane, SaveDue, SaveStep, SavedView, Selected, Span, common_prefix},
+    model::{
+        Asked, ExpertCounts, Kept, Lane, SaveDue, SaveStep, SavedView, Selected, Span,
+        common_prefix,
+    },
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -59,6 +62,11 @@ pub trait LanguageModel {
     /// Maximum number of answers computed together, each a conversation of its own.
     fn answers_max(&self) -> usize {
         1
+    }
+
+    /// Experts of a mixture.
+    fn expert_counts(&self) -> Option<ExpertCounts> {
+        None
     }
 
     /// Parked conversations.

@@ -11,7 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
-    model::{Kept, SavedView},
+    model::{ExpertCounts, Kept, SavedView},
     tensor_group::TensorGroup,
 };
 use cotenant_policy::{
@@ -300,6 +300,8 @@ pub struct EngineSnapshot {
     pub untouched: Bytes,
     /// Its memory by kind, as of the last load, plan or request.
     pub breakdown: Option<Arc<Breakdown>>,
+    /// Experts of a mixture, as of the last load, plan or request.
+    pub experts: Option<ExpertCounts>,
     /// The requests being answered, in the order of their starts.
     pub running: Vec<RunningRequest>,
     /// Largest number of concurrent answers.

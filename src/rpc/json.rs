@@ -181,6 +181,7 @@ fn engine_json(engine: &v1::Engine) -> Value {
         load_read_bytes = is_loading.then_some(engine.load_read_bytes),
         load_bytes = is_loading.then_some(engine.load_bytes),
         kv_block_tokens,
+        experts = engine.experts.as_ref().map(|experts| object!(experts; total, resident, found, read)),
         sequences = engine.sequences.iter().map(sequence_json).collect::<Value>(),
         failure,
         failed_permanently = engine.failed_permanently.then_some(true),

@@ -45,6 +45,10 @@ pub struct LlmLoad {
     pub drafted: u64,
     /// Drafted tokens that were accepted.
     pub accepted: u64,
+    /// Uses of a mixture's experts that were in memory.
+    pub experts_found: u64,
+    /// Uses for which they were read from disk.
+    pub experts_read: u64,
 }
 
 #[derive(Debug)]
@@ -60,6 +64,7 @@ pub(crate) struct LlmMetrics {
     saved_bytes: Size,
     transfers: Family<Labels<1>, Counter>,
     drafted: Family<Labels<1>, Counter>,
+    experts: Family<Labels<1>, Counter>,
 }
 
 impl LlmMetrics {
@@ -93,6 +98,10 @@ impl LlmMetrics {
             drafted: table.add(
                 "llm_drafted_tokens",
                 "Tokens drafted from repetitions, by outcome",
+            ),
+            experts: table.add(
+                "llm_expert_uses",
+                "Uses of a mixture's experts, found in memory or read from disk",
             ),
         }
     }
@@ -183,6 +192,13 @@ impl LlmMetrics {
         for (outcome, total) in [("accepted", load.accepted), ("rejected", rejected)] {
             let counter = self.drafted.get_or_create(&labels([("outcome", outcome)]));
             raise(&counter, total);
+        }
+        let uses = [("memory", load.experts_found), ("disk", load.experts_read)];
+        for (place, total) in uses {
+            raise(
+                &self.experts.get_or_create(&labels([("from", place)])),
+                total,
+            );
         }
     }
 }

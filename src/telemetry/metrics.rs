@@ -777,6 +777,8 @@ mod tests {
             failed: 1,
             drafted: 40,
             accepted: 30,
+            experts_found: 500,
+            experts_read: 120,
         };
         metrics.set_llm("tiny", &load, Tokens::new(2048));
         metrics.set_node(&NodeInfo {

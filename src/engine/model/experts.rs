@@ -28,6 +28,21 @@ pub(super) struct Experts {
     free: Vec<usize>,
     /// Number of uses so far.
     clock: u64,
+    /// Number of experts read so far because a token needed them.
+    reads: u64,
+}
+
+/// Experts of a mixture, and where they were found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertCounts {
+    /// Experts of all layers.
+    pub total: usize,
+    /// Those of them in memory.
+    pub resident: usize,
+    /// Uses of experts that were in memory.
+    pub found: u64,
+    /// Uses for which they were read.
+    pub read: u64,
 }
 
 /// Rooms of one layer.
@@ -52,6 +67,17 @@ impl Experts {
             fetcher: None,
             free: (0..layout.staged).collect(),
             clock: 0,
+            reads: 0,
+        }
+    }
+
+    pub(super) fn counts(&self) -> ExpertCounts {
+        let rooms = || self.layers.iter().flat_map(|rooms| &rooms.contents);
+        ExpertCounts {
+            total: rooms().count(),
+            resident: rooms().flatten().count(),
+            found: self.clock,
+            read: self.reads,
         }
     }
 
@@ -92,9 +118,9 @@ impl Experts {
 
     /// Returns the room of an expert, and notes its use.
     pub(super) fn use_room(&mut self, layer: usize, expert: usize) -> Option<usize> {
-        self.clock += 1;
         let rooms = self.layers.get_mut(layer)?;
         let room = rooms.find(expert)?;
+        self.clock += 1;
         *rooms.contents.get_mut(room)? = Some((expert, self.clock));
         Some(room)
     }
@@ -173,6 +199,7 @@ impl Experts {
             number: room,
             extents: extents.collect(),
         });
+        self.reads += 1;
         self.fetcher = Some(fetcher);
         Ok(Some(room))
     }

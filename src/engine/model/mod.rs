@@ -26,6 +26,7 @@ mod workspace;
 
 pub use batch::Span;
 pub use calibrate::PartTime;
+pub use experts::ExpertCounts;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;

@@ -6,6 +6,7 @@ use super::{
     batch::Span,
     calibrate::{self, PartTime},
     damage,
+    experts::{ExpertCounts, Experts},
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
     parked::{Asked, Kept, Lane, Selected},
@@ -284,6 +285,12 @@ impl Model {
             backend: self.backend.as_mut(),
         };
         (self.saved.as_mut(), memory)
+    }
+
+    /// Experts of a mixture.
+    #[must_use]
+    pub fn expert_counts(&self) -> Option<ExpertCounts> {
+        self.weights.experts().map(Experts::counts)
     }
 
     /// Parked conversations, in the order in which they were parked.

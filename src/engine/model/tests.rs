@@ -167,6 +167,21 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
             whole.reset();
             parts.reset();
         }
+        assert_eq!(whole.expert_counts().is_some(), experts > 0);
+        if let (Some(all), Some(some)) = (whole.expert_counts(), parts.expert_counts()) {
+            assert!(
+                all.resident == all.total && all.found > 0 && all.read == 0,
+                "{all:?}"
+            );
+            assert!(
+                some.total == all.total && some.resident < some.total,
+                "{some:?}"
+            );
+            assert!(
+                some.read > 0 && some.found + some.read == all.found,
+                "{some:?}, {all:?}"
+            );
+        }
     }
 }
 
