@@ -413,10 +413,14 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 7] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 8] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
+    ),
+    (
+        Architecture::Gemma2,
+        "its attention scores are capped, which no kernel supports",
     ),
     (
         Architecture::Lfm2,

@@ -46,7 +46,7 @@ impl Weights for Synthetic {
             rotary_base: 10_000.0,
             // Few tokens, so that windows matter in short tests.
             windows: match architecture {
-                Architecture::Gemma3 => (6, 2),
+                Architecture::Gemma2 | Architecture::Gemma3 => (6, 2),
                 Architecture::Olmo2 => (6, 4),
                 _ => (0, 0),
             },

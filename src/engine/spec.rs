@@ -287,7 +287,7 @@ impl Spec {
                     )
                 })?,
             embedding_scale: match architecture {
-                Architecture::Gemma3 => root(width),
+                _ if architecture.is_gemma() => root(width),
                 Architecture::Granite => keys.factor("embedding_scale", 1.0)?,
                 _ => 1.0,
             },
@@ -304,10 +304,11 @@ impl Spec {
                 _ => None,
             },
             activation: match architecture {
-                Architecture::Gemma3 => Activation::Gelu,
+                _ if architecture.is_gemma() => Activation::Gelu,
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {
+                Architecture::Gemma2 => Some(keys.factor("final_logit_softcapping", LOGIT_CAP)?),
                 Architecture::Gemma3 => header
                     .f32(&keys.full("final_logit_softcapping"))
                     .filter(|&cap| cap != 0.0),
@@ -417,5 +418,7 @@ const OUTSIDE_LAYERS: [&str; 8] = [
     rotary::LONG,
     rotary::SHORT,
 ];
+/// llama.cpp's default for the logits of Gemma 2.
+const LOGIT_CAP: f32 = 30.0;
 /// llama.cpp's `LLAMA_MAX_LAYERS`.
 const LAYERS_MAX: usize = 512;

@@ -34,7 +34,7 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
-    /// Tokens of a sliding window, and the interval of layers without one (`gemma3`).
+    /// Tokens of a sliding window, and the interval of layers without one (`gemma2`, `gemma3`, `olmo2`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
@@ -305,6 +305,12 @@ impl Synthetic {
                 put("rope.scaling.yarn_beta_slow", Entry::Float(0.25));
                 put("rope.scaling.yarn_log_multiplier", Entry::Float(1.0));
             }
+            Architecture::Gemma2 => {
+                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                // Low enough to change the logits of random weights.
+                put("attn_logit_softcapping", Entry::Float(2.0));
+                put("final_logit_softcapping", Entry::Float(3.0));
+            }
             Architecture::Gemma3 => {
                 put("attention.sliding_window", Entry::Uint(self.windows.0));
                 put(
@@ -394,6 +400,7 @@ impl Synthetic {
         let pre = match self.architecture {
             Architecture::Llama | Architecture::SmolLm3 => "llama-bpe",
             Architecture::Exaone4
+            | Architecture::Gemma2
             | Architecture::Gemma3
             | Architecture::Granite
             | Architecture::Mistral3

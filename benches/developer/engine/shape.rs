@@ -62,7 +62,9 @@ pub(crate) enum ShapeName {
     /// The demo model that comes with this program, with its own weights.
     #[value(name = "demo")]
     Demo,
-    /// Four layers, 256 wide, of the family Gemma 3, as tests use it.
+    /// Four layers, 256 wide, of the family Gemma 2, as tests use it.
+    TinyGemma2,
+    /// The same of Gemma 3.
     TinyGemma3,
     /// The same of EXAONE 4.
     TinyExaone4,
@@ -204,6 +206,7 @@ impl ShapeName {
             Self::Gemma3 => gemma3_1b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
             Self::TinyExaone4 => tiny(Architecture::Exaone4),
+            Self::TinyGemma2 => tiny(Architecture::Gemma2),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLfm2 => tiny(Architecture::Lfm2),

@@ -9,6 +9,8 @@ use cotenant_policy::residency::LayerKind;
 pub enum Architecture {
     /// EXAONE 4 without windows.
     Exaone4,
+    /// Gemma 2.
+    Gemma2,
     /// Gemma 3, its text part.
     Gemma3,
     /// Granite 3 and 4 dense: Llama with scaling factors.
@@ -45,8 +47,9 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Exaone4,
+        Self::Gemma2,
         Self::Gemma3,
         Self::Granite,
         Self::Lfm2,
@@ -70,6 +73,7 @@ impl Architecture {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Exaone4 => "exaone4",
+            Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
             Self::Granite => "granite",
             Self::Lfm2 => "lfm2",
@@ -120,6 +124,11 @@ impl Architecture {
         )
     }
 
+    /// Whether it is Gemma: embeddings grow with the width, and gates are Gaussian.
+    pub(crate) const fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma2 | Self::Gemma3)
+    }
+
     /// Whether it is LFM2: short convolutions beside attention.
     pub(crate) const fn is_lfm2(self) -> bool {
         matches!(self, Self::Lfm2 | Self::Lfm2Moe)
@@ -134,6 +143,7 @@ impl Architecture {
     pub(crate) const fn norms(self) -> Norms {
         let (before, after, heads) = match self {
             Self::Exaone4 => (false, true, HeadNorms::Each),
+            Self::Gemma2 => (true, true, HeadNorms::None),
             Self::Gemma3 => (true, true, HeadNorms::Each),
             Self::Lfm2
             | Self::Lfm2Moe
@@ -179,6 +189,8 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Factor of the products of queries and keys.
     pub scale: f32,
+    /// Soft cap of these scores, if the model has one.
+    pub score_cap: Option<f32>,
     /// Rotated elements of a head.
     pub rotary: usize,
     /// Rotation in layers that see the whole context.
@@ -209,7 +221,7 @@ impl Temperature {
     }
 }
 
-/// Layers that attend differently: to the last tokens only (Gemma 3), or without positions (SmolLM3).
+/// Layers that attend differently: to the last tokens only (Gemma), or without positions (SmolLM3).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LocalAttention {
     /// Tokens seen by them, the current one included; unlimited if absent.

@@ -182,24 +182,22 @@ impl Keys<'_> {
             ));
         }
         let local = match architecture {
-            Architecture::Gemma3 => self
+            Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Olmo2 => self
                 .optional("attention.sliding_window", u32::MAX as usize)?
+                .or((architecture == Architecture::Gemma2).then_some(GEMMA2_WINDOW))
                 .filter(|&window| window > 0)
                 .map(|window| LocalAttention {
                     window: Some(window),
-                    rotation: Rotation::plain(
-                        self.header
-                            .f32(&self.full("rope.freq_base_swa"))
-                            .unwrap_or(LOCAL_BASE),
-                    ),
-                }),
-            Architecture::Olmo2 => self
-                .optional("attention.sliding_window", u32::MAX as usize)?
-                .filter(|&window| window > 0)
-                .map(|window| LocalAttention {
-                    window: Some(window),
-                    // As in llama.cpp: without the scaling of the other layers, and with their base.
-                    rotation: Rotation::plain(rotation.base),
+                    rotation: match architecture {
+                        Architecture::Gemma2 => rotation,
+                        // As in llama.cpp: without the scaling of the other layers, and with their base.
+                        Architecture::Olmo2 => Rotation::plain(rotation.base),
+                        _ => Rotation::plain(
+                            self.header
+                                .f32(&self.full("rope.freq_base_swa"))
+                                .unwrap_or(LOCAL_BASE),
+                        ),
+                    },
                 }),
             Architecture::SmolLm3 => Some(LocalAttention {
                 window: None,
@@ -212,10 +210,15 @@ impl Keys<'_> {
             kv_heads,
             head_dim,
             scale: match architecture {
-                // The 27B model, recognised by its depth as in llama.cpp.
+                // The 27B models, recognised by their depth as in llama.cpp.
+                Architecture::Gemma2 if depth == GEMMA2_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Granite => self.factor("attention.scale", 1.0 / root(head_dim))?,
                 _ => 1.0 / root(head_dim),
+            },
+            score_cap: match architecture {
+                Architecture::Gemma2 => Some(self.factor("attn_logit_softcapping", SCORE_CAP)?),
+                _ => None,
             },
             rotary: self.rotary(width)?,
             rotation,
@@ -383,6 +386,7 @@ impl Keys<'_> {
         }
         let pattern = self.header.u32(&key).map_or_else(
             || match architecture {
+                Architecture::Gemma2 => GEMMA2_PATTERN,
                 Architecture::Olmo2 => OLMO3_PATTERN,
                 _ => LOCAL_PATTERN,
             },
@@ -394,6 +398,12 @@ impl Keys<'_> {
 
 /// llama.cpp's default for `rope.freq_base_swa`.
 const LOCAL_BASE: f32 = 10_000.0;
+/// llama.cpp's default for the scores of Gemma 2.
+const SCORE_CAP: f32 = 50.0;
+/// llama.cpp's default for the window of Gemma 2.
+const GEMMA2_WINDOW: usize = 4096;
+/// llama.cpp's default for Gemma 2: every second layer sees everything.
+const GEMMA2_PATTERN: usize = 2;
 /// llama.cpp's default for Gemma 3: every sixth layer sees everything.
 const LOCAL_PATTERN: usize = 6;
 /// llama.cpp's default for OLMo 3: every fourth layer sees everything.
@@ -402,5 +412,7 @@ const OLMO3_PATTERN: usize = 4;
 const EXAONE4_32B_LAYERS: usize = 64;
 /// llama.cpp's value for SmolLM3: every fourth layer has no rotation.
 const STILL_INTERVAL: usize = 4;
+/// Layers of Gemma 2 27B, the only size with another scaling rule.
+const GEMMA2_27B_LAYERS: usize = 46;
 /// Layers of Gemma 3 27B, the only size with another scaling rule.
 const GEMMA3_27B_LAYERS: usize = 62;

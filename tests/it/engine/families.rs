@@ -13,7 +13,7 @@ use candle_core::{
 use cotenant::engine::{
     Engine, Model,
     gguf::GgmlDType,
-    spec::Architecture,
+    spec::{Architecture, Spec},
     synthetic::{Synthetic, TypeMix},
 };
 
@@ -178,6 +178,24 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
 }
 
 #[test]
+fn a_file_of_gemma_2_without_caps_and_window_has_those_of_llama_cpp() {
+    let mut parts = Parts::of(&tiny(Architecture::Gemma2, GgmlDType::Q8_0));
+    for key in [
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "attention.sliding_window",
+    ] {
+        parts.entries.remove(&format!("gemma2.{key}")).unwrap();
+    }
+    let header = Model::inspect(&parts.write().path, 1).unwrap().1;
+    let spec = Spec::read(&header).unwrap();
+    let caps = (spec.attention.score_cap, spec.logit_cap);
+    assert_eq!(caps, (Some(50.0), Some(30.0)));
+    let windows: Vec<_> = spec.layers.iter().map(|layer| spec.window(layer)).collect();
+    assert_eq!(windows, [Some(4096), None, Some(4096), None]);
+}
+
+#[test]
 fn ollamas_file_of_mistral_3_is_read_as_llama_cpps() {
     let file = tiny(Architecture::Mistral3, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);
@@ -290,7 +308,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma3, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe and smollm3"
             )
         );

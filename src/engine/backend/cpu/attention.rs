@@ -238,7 +238,7 @@ pub(crate) fn attend<'op>(
                     &mut scratch,
                     isa,
                     cells,
-                    spec.scale,
+                    (spec.scale, spec.score_cap),
                     start + from..start + from + count,
                     &mut walks,
                 );

@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::{
     cells,
     flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk},
-    float::{exp, sigmoid},
+    float::{exp, sigmoid, soft_cap},
     isa::{Isa, kernel},
     kernels::Kernels,
 };
@@ -62,12 +62,13 @@ pub(crate) struct Cells<'block> {
     pub(crate) ahead: &'block [u8],
 }
 
-/// Processes one block of at most [`TOKENS_MAX`] tokens from `start` for all queries.
+/// Processes one block of at most [`TOKENS_MAX`] tokens for all queries; their products with keys are multiplied by the
+/// scale, and then capped if there is a cap.
 pub(crate) fn step(
     scratch: &mut Scratch<'_>,
     isa: Isa,
     cells: Cells<'_>,
-    scale: f32,
+    (scale, cap): (f32, Option<f32>),
     tokens: Range<usize>,
     walks: &mut [Walk<'_>],
 ) {
@@ -111,6 +112,13 @@ pub(crate) fn step(
             scores.fill(0.0);
             continue;
         }
+        let scale = match cap {
+            Some(cap) => {
+                soft_cap(isa, &mut scores[first..end], scale, cap);
+                1.0
+            }
+            None => scale,
+        };
         // Nothing was seen before the first block, and `exp` never returns zero.
         let fresh = start <= walk.seen.start;
         soften(
@@ -349,7 +357,7 @@ mod tests {
         kind: KvType,
         dim: usize,
         total: usize,
-        window: usize,
+        (window, cap): (usize, Option<f32>),
         which: Range<usize>,
     ) -> Vec<Vec<f32>> {
         let queries = numbers(total * dim, 1);
@@ -376,7 +384,7 @@ mod tests {
                 values: &values[bytes],
                 ahead: &[],
             };
-            step(&mut scratch, isa, cells, 0.5, tokens, &mut walks);
+            step(&mut scratch, isa, cells, (0.5, cap), tokens, &mut walks);
         }
         for walk in walks {
             walk.finish(isa);
@@ -385,7 +393,13 @@ mod tests {
     }
 
     /// The plain formula in `f64`.
-    fn expected(kind: KvType, dim: usize, total: usize, window: usize, row: usize) -> Vec<f64> {
+    fn expected(
+        kind: KvType,
+        dim: usize,
+        total: usize,
+        (window, cap): (usize, Option<f32>),
+        row: usize,
+    ) -> Vec<f64> {
         let queries = numbers(total * dim, 1);
         let [keys, values] = [2, 3].map(|seed| kept(kind, dim, &numbers(total * dim, seed)).1);
         let seen = (row + 1).saturating_sub(window)..row + 1;
@@ -397,7 +411,9 @@ mod tests {
                         f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at])
                     })
                     .sum();
-                (0.5 * dot).exp()
+                let cap = cap.map(f64::from);
+                cap.map_or(0.5 * dot, |cap| cap * (0.5 * dot / cap).tanh())
+                    .exp()
             })
             .collect();
         let total: f64 = weights.iter().sum();
@@ -415,22 +431,23 @@ mod tests {
 
     #[test]
     fn attention_is_the_formula_for_any_set_of_instructions_and_any_number_of_queries() {
-        for (kind, dim, window) in [
-            (KvType::F16, 8, usize::MAX),
-            (KvType::F16, 24, 70),
-            (KvType::F16, 64, 5),
-            (KvType::F16, 80, usize::MAX),
-            (KvType::F16, 128, 64),
-            (KvType::F16, 256, usize::MAX),
-            (KvType::Q8, 64, 100),
+        for (kind, dim, window, cap) in [
+            (KvType::F16, 8, usize::MAX, None),
+            (KvType::F16, 24, 70, None),
+            (KvType::F16, 64, 5, None),
+            (KvType::F16, 80, usize::MAX, Some(0.5)),
+            (KvType::F16, 128, 64, None),
+            (KvType::F16, 256, usize::MAX, None),
+            (KvType::F16, 256, 70, Some(2.0)),
+            (KvType::Q8, 64, 100, None),
         ] {
-            let total = 150;
+            let (total, window) = (150, (window, cap));
             let reference = attend(Isa::Baseline, kind, dim, total, window, 0..total);
             for (row, out) in reference.iter().enumerate() {
                 for (got, right) in out.iter().zip(expected(kind, dim, total, window, row)) {
                     assert!(
                         (f64::from(*got) - right).abs() < 2e-5,
-                        "{kind} {dim} {row}: {got} {right}"
+                        "{kind} {dim} {cap:?} {row}: {got} {right}"
                     );
                 }
             }

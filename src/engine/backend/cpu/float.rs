@@ -134,6 +134,14 @@ kernel! {
         }
     }
 
+    /// `x = cap · tanh(x · scale / cap)`; the hyperbolic tangent is `2 · σ(2x) − 1`.
+    pub(crate) fn soft_cap(values: &mut [f32], scale: f32, cap: f32) {
+        let inner = 2.0 * scale / cap;
+        for x in values {
+            *x = 2.0f32.mul_add(sigmoid(*x * inner), -1.0) * cap;
+        }
+    }
+
     /// `y += x · by`.
     pub(crate) fn add_scaled(y: &mut [f32], x: &[f32], by: f32) {
         for (y, x) in y.iter_mut().zip(x) {
@@ -236,6 +244,29 @@ mod tests {
             gelu_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");
         }
+    }
+
+    #[test]
+    fn a_soft_cap_is_that_of_the_hyperbolic_tangent_and_the_same_everywhere() {
+        for step in -2000i16..=2000 {
+            let x = f32::from(step) / 10.0;
+            let mut capped = [x];
+            soft_cap(Isa::Baseline, &mut capped, 0.5, 30.0);
+            let right = 30.0 * (f64::from(x) * 0.5 / 30.0).tanh();
+            let off = (f64::from(capped[0]) - right).abs();
+            assert!(off < 1e-5, "{x}: {capped:?} {right}");
+        }
+        let values: Vec<f32> = numbers(1000, 8).iter().map(|x| x * 100.0).collect();
+        let mut reference = values.clone();
+        soft_cap(Isa::Baseline, &mut reference, 0.125, 50.0);
+        for &isa in Isa::available() {
+            let mut out = values.clone();
+            soft_cap(isa, &mut out, 0.125, 50.0);
+            assert_eq!(out, reference, "{isa:?}");
+        }
+        let mut rest = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        soft_cap(Isa::detect(), &mut rest, 1.0, 50.0);
+        assert!(rest[0].is_nan() && rest[1..] == [50.0, -50.0], "{rest:?}");
     }
 
     #[test]

@@ -455,9 +455,7 @@ fn finish<'op>(
             logits.iter_mut().for_each(|logit| *logit /= job.scale);
         }
         if let Some(cap) = job.cap {
-            logits
-                .iter_mut()
-                .for_each(|logit| *logit = cap * (*logit / cap).tanh());
+            float::soft_cap(isa, logits, 1.0, cap);
         }
         if !float::all_finite(logits) {
             *broken = 1.0;

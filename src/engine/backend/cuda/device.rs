@@ -229,6 +229,9 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     }
     let attention = &spec.attention;
     let dim = attention.head_dim;
+    if attention.score_cap.is_some() {
+        return Some("its attention scores are capped, which no kernel supports".to_owned());
+    }
     if spec.attention_layers() > 0 {
         if dim > 256 || !dim.is_multiple_of(8) {
             return Some(format!(

@@ -595,6 +595,7 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
         (Architecture::Qwen3, GgmlDType::F32),
         (Architecture::Llama, GgmlDType::Q8_0),
         (Architecture::Qwen35, GgmlDType::Q8_0),
+        (Architecture::Gemma2, GgmlDType::Q4K),
         (Architecture::Gemma3, GgmlDType::Q8_0),
     ] {
         let folder = tempfile::tempdir().unwrap();
@@ -676,9 +677,10 @@ fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
     reused
 }
 
-const ALL_KINDS: [Architecture; 3] = [
+const ALL_KINDS: [Architecture; 4] = [
     Architecture::Qwen3,
     Architecture::Qwen35,
+    Architecture::Gemma2,
     Architecture::Gemma3,
 ];
 
