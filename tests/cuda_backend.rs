@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 8] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 9] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -445,6 +445,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 8] = [
     (
         Architecture::Qwen3VlMoe,
         "it is a mixture of experts, which no kernel supports",
+    ),
+    (
+        Architecture::StableLm,
+        "its norms subtract the mean, which no kernel supports",
     ),
 ];
 

@@ -39,7 +39,7 @@ impl Weights for Synthetic {
             kv_heads: 2,
             head_dim: 64,
             rotary: match architecture {
-                Architecture::Qwen35 | Architecture::Qwen35Moe => 16,
+                Architecture::Qwen35 | Architecture::Qwen35Moe | Architecture::StableLm => 16,
                 Architecture::Phi3 => 48,
                 _ => 64,
             },
@@ -62,7 +62,10 @@ impl Weights for Synthetic {
             context_max: 4096,
             tied: !matches!(
                 architecture,
-                Architecture::Llama | Architecture::Mistral3 | Architecture::Olmo2
+                Architecture::Llama
+                    | Architecture::Mistral3
+                    | Architecture::Olmo2
+                    | Architecture::StableLm
             ),
             nextn: 0,
             types,

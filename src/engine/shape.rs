@@ -115,6 +115,8 @@ pub struct FixedLayout {
     pub vectors: Vec<Vec<(Vector, TensorInfo, usize)>>,
     /// Index of the first `f32` of the last norm.
     pub output_norm: usize,
+    /// Index of the first `f32` of the last norm's bias.
+    pub output_norm_bias: Option<usize>,
     /// Index of the first `f32` of the bias of the logits.
     pub output_bias: Option<usize>,
     /// Index of the first `f32` of the rotary factors.
@@ -553,11 +555,13 @@ impl FixedLayout {
             })
             .collect();
         let output_norm = place(&spec.output_norm);
+        let output_norm_bias = spec.output_norm_bias.as_ref().map(&mut place);
         let output_bias = spec.output_bias.as_ref().map(&mut place);
         let rope_factors = spec.rope_factors.as_ref().map(&mut place);
         Self {
             vectors,
             output_norm,
+            output_norm_bias,
             output_bias,
             rope_factors,
             bytes: Bytes::of_len(next * 4).round_up(page()),

@@ -79,6 +79,8 @@ pub struct Spec {
     pub tied: bool,
     /// Weight of the last norm.
     pub output_norm: TensorInfo,
+    /// Bias of the last norm, which then subtracts the mean first.
+    pub output_norm_bias: Option<TensorInfo>,
     /// Added to the logits.
     pub output_bias: Option<TensorInfo>,
     /// Divisors of the rotary angles (Llama 3.1 and later, Phi-3).
@@ -246,6 +248,10 @@ impl Spec {
             }
             _ => vector(header, "output_norm.weight", &[width])?,
         };
+        let output_norm_bias = match architecture.centres() {
+            true => Some(vector(header, OUTPUT_NORM_BIAS, &[width])?),
+            false => None,
+        };
         let output_bias = match header.tensor("output.bias") {
             Some(_) => Some(vector(header, "output.bias", &[vocabulary])?),
             None => None,
@@ -271,7 +277,11 @@ impl Spec {
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
         }
-        refuse_stray(header)?;
+        refuse_stray(header, architecture)?;
+        let epsilon = match architecture.centres() {
+            true => "attention.layer_norm_epsilon",
+            false => "attention.layer_norm_rms_epsilon",
+        };
         Ok(Self {
             architecture,
             width,
@@ -279,13 +289,8 @@ impl Spec {
             vocabulary,
             context_max: keys.context()?,
             epsilon: header
-                .f32(&keys.full("attention.layer_norm_rms_epsilon"))
-                .ok_or_else(|| {
-                    keys.wrong(
-                        "attention.layer_norm_rms_epsilon",
-                        "it is missing".to_owned(),
-                    )
-                })?,
+                .f32(&keys.full(epsilon))
+                .ok_or_else(|| keys.wrong(epsilon, "it is missing".to_owned()))?,
             embedding_scale: match architecture {
                 _ if architecture.is_gemma() => root(width),
                 Architecture::Granite => keys.factor("embedding_scale", 1.0)?,
@@ -323,6 +328,7 @@ impl Spec {
             head: head.unwrap_or(embedding).clone(),
             embedding: embedding.clone(),
             output_norm,
+            output_norm_bias,
             output_bias,
             rope_factors: factors,
         })
@@ -386,11 +392,13 @@ fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<()
 }
 
 /// The same for tensors outside layers.
-fn refuse_stray(header: &Header) -> Result<(), LoadErrorKind> {
+fn refuse_stray(header: &Header, architecture: Architecture) -> Result<(), LoadErrorKind> {
     let stray = header.tensors().find(|info| {
         let name = info.name.as_str();
         let beside = ["blk.", "mtp."].iter().chain(&VISION);
+        let bias = architecture.centres().then_some(OUTPUT_NORM_BIAS);
         !OUTSIDE_LAYERS.contains(&name)
+            && bias != Some(name)
             && !beside.into_iter().any(|prefix| name.starts_with(prefix))
     });
     match stray {
@@ -408,6 +416,7 @@ fn known() -> String {
     format!("{} and {last}", names.join(", "))
 }
 
+const OUTPUT_NORM_BIAS: &str = "output_norm.bias";
 const OUTSIDE_LAYERS: [&str; 8] = [
     "output.bias",
     "token_embd.weight",

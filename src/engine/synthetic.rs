@@ -281,7 +281,11 @@ impl Synthetic {
         put("attention.head_count_kv", heads);
         put("attention.key_length", Entry::Uint(self.head_dim));
         put("attention.value_length", Entry::Uint(self.head_dim));
-        put("attention.layer_norm_rms_epsilon", Entry::Float(1e-6));
+        let epsilon = match self.architecture.centres() {
+            true => "attention.layer_norm_epsilon",
+            false => "attention.layer_norm_rms_epsilon",
+        };
+        put(epsilon, Entry::Float(1e-6));
         put("rope.freq_base", Entry::Float(self.rotary_base));
         put("rope.dimension_count", Entry::Uint(self.rotary));
         match self.architecture {
@@ -345,7 +349,10 @@ impl Synthetic {
                     Entry::Uint(self.context_max / 4),
                 );
             }
-            Architecture::Exaone4 | Architecture::Qwen3 | Architecture::Qwen3Moe => {}
+            Architecture::Exaone4
+            | Architecture::Qwen3
+            | Architecture::Qwen3Moe
+            | Architecture::StableLm => {}
             Architecture::Olmo2 => {
                 put("attention.sliding_window", Entry::Uint(self.windows.0));
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
@@ -413,6 +420,7 @@ impl Synthetic {
             | Architecture::Qwen3VlMoe => "qwen2",
             Architecture::Qwen35 | Architecture::Qwen35Moe => "qwen35",
             Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
+            Architecture::StableLm => "stablelm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
         put("ggml.model", Entry::Text("gpt2".to_owned()));
@@ -463,6 +471,9 @@ impl Synthetic {
             _ => "output_norm.weight",
         };
         list.push(Tensor::vector(output_norm, width, Draw::Norm));
+        if self.architecture.centres() {
+            list.push(Tensor::vector("output_norm.bias", width, Draw::Bias));
+        }
         match self.architecture {
             Architecture::Llama => {
                 list.push(Tensor::vector(
@@ -562,6 +573,10 @@ impl Synthetic {
                     vector("ffn_norm.weight", width, Draw::Norm);
                 }
             }
+            if self.architecture.centres() {
+                vector("attn_norm.bias", width, Draw::Bias);
+                vector("ffn_norm.bias", width, Draw::Bias);
+            }
             if self.architecture == Architecture::Lfm2Moe && experts > 0 {
                 vector("exp_probs_b.bias", experts, Draw::Bias);
             }
@@ -579,7 +594,7 @@ impl Synthetic {
                     vector("ffn_up.bias", self.feed_forward, Draw::Bias);
                     vector("ffn_down.bias", width, Draw::Bias);
                 }
-                Architecture::Qwen2 => {
+                Architecture::Qwen2 | Architecture::StableLm => {
                     vector("attn_q.bias", query, Draw::Bias);
                     vector("attn_k.bias", kv, Draw::Bias);
                     vector("attn_v.bias", kv, Draw::Bias);

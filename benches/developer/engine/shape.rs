@@ -99,6 +99,9 @@ pub(crate) enum ShapeName {
     /// The same of SmolLM3.
     #[value(name = "tiny-smollm3")]
     TinySmolLm3,
+    /// The same of StableLM.
+    #[value(name = "tiny-stablelm")]
+    TinyStableLm,
 }
 
 /// Types of the matrices.
@@ -222,6 +225,7 @@ impl ShapeName {
             Self::TinyQwen35Moe => tiny(Architecture::Qwen35Moe),
             Self::TinyQwen3Vl => tiny(Architecture::Qwen3Vl),
             Self::TinySmolLm3 => tiny(Architecture::SmolLm3),
+            Self::TinyStableLm => tiny(Architecture::StableLm),
         };
         model.write(path)
     }

@@ -219,7 +219,8 @@ pub struct Rotate<'a> {
     pub to: View,
 }
 
-/// `stream += normed`, and then `normed = rms(stream) · weight`, or `normed = stream` without a norm.
+/// `stream += normed`, and then `normed = rms(stream) · weight`, `normed = rms(stream − mean) · weight + bias` with a bias,
+/// or `normed = stream` without a norm.
 #[derive(Clone, Debug)]
 pub struct Norm {
     /// The residual stream.
@@ -232,6 +233,8 @@ pub struct Norm {
     pub residual: Option<Residual>,
     /// Weights of the norm, if there is one.
     pub weight: Option<View>,
+    /// Bias of the norm, if it has one.
+    pub bias: Option<View>,
     /// Added to the mean square.
     pub epsilon: f32,
     /// Copies of the result.

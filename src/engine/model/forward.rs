@@ -259,20 +259,19 @@ impl Pass<'_, '_> {
     pub(super) fn norm(
         &mut self,
         index: usize,
-        vector: Vector,
+        vectors: [Vector; 2],
         roles: &[Role],
     ) -> Result<(), Failure> {
         let floats = 0..self.rows * self.model.spec.width;
-        let weight = self
-            .model
-            .weights
-            .vector(&self.model.layout.fixed, index, vector);
+        let (weights, fixed) = (&self.model.weights, &self.model.layout.fixed);
+        let [weight, bias] = vectors.map(|vector| weights.vector(fixed, index, vector));
         let norm = Norm {
             stream: self.model.workspace.stream.view(floats.clone()),
             normed: self.model.workspace.normed.view(floats),
             residual: self.residual.take(),
             width: self.model.spec.width,
             weight,
+            bias,
             epsilon: self.model.spec.epsilon,
             prepare: self.prepare(index, roles, 0),
         };
@@ -525,7 +524,8 @@ impl Pass<'_, '_> {
         index: usize,
         wants: [(Role, Slot, usize); N],
     ) -> Result<(), Failure> {
-        self.norm(index, Vector::MixerNorm, &wants.map(|(role, ..)| role))?;
+        let vectors = [Vector::MixerNorm, Vector::MixerNormBias];
+        self.norm(index, vectors, &wants.map(|(role, ..)| role))?;
         self.products(index, Slot::Normed, &wants)
     }
 
@@ -615,7 +615,7 @@ impl Pass<'_, '_> {
     }
 
     pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
-        self.norm(index, Vector::FfnNorm, &[Role::FfnGate, Role::FfnUp])?;
+        self.norm(index, FFN_NORM, &[Role::FfnGate, Role::FfnUp])?;
         self.gated(index, Slot::Normed)?;
         self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
         Ok(())
@@ -668,7 +668,8 @@ impl Pass<'_, '_> {
     pub(super) fn head(&mut self, rows: Range<usize>) -> Result<(), ForwardError> {
         let (width, vocabulary) = (self.model.spec.width, self.model.spec.vocabulary);
         let stride = logits_stride(&self.model.spec);
-        let fixed = (self.model.weights.fixed(), &self.model.layout.fixed);
+        let fixed = &self.model.layout.fixed;
+        let of_norm = |at: usize| self.model.weights.fixed().view(at..at + width);
         let floats = rows.start * width..rows.end * width;
         let normed = self.model.workspace.normed.view(floats.clone());
         let last = self.model.spec.layers.len().saturating_sub(1);
@@ -680,11 +681,8 @@ impl Pass<'_, '_> {
                 .as_ref()
                 .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
             width,
-            weight: Some(
-                fixed
-                    .0
-                    .view(fixed.1.output_norm..fixed.1.output_norm + width),
-            ),
+            weight: Some(of_norm(fixed.output_norm)),
+            bias: fixed.output_norm_bias.map(of_norm),
             epsilon: self.model.spec.epsilon,
             prepare: Prepare {
                 copies: self.model.workspace.copies(),
@@ -750,5 +748,7 @@ impl Pass<'_, '_> {
     }
 }
 
+/// The norm before the feed-forward part.
+pub(super) const FFN_NORM: [Vector; 2] = [Vector::FfnNorm, Vector::FfnNormBias];
 /// Minimum of rows that attend together: with fewer, widening a long context costs as much as attention.
 const ATTENTION_ROWS_MIN: usize = 4;

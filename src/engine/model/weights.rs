@@ -653,6 +653,7 @@ fn vectors_of<'model>(
     spec: &'model Spec,
 ) -> Vec<(&'model TensorInfo, usize)> {
     let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
+    let norm_bias = spec.output_norm_bias.as_ref().zip(layout.output_norm_bias);
     let bias = spec.output_bias.as_ref().zip(layout.output_bias);
     layout
         .vectors
@@ -660,6 +661,7 @@ fn vectors_of<'model>(
         .flatten()
         .map(|(_, tensor, at)| (tensor, *at))
         .chain([(&spec.output_norm, layout.output_norm)])
+        .chain(norm_bias)
         .chain(bias)
         .chain(rope)
         .collect()

@@ -43,11 +43,13 @@ pub enum Architecture {
     Qwen3VlMoe,
     /// SmolLM3: Llama with some layers without rotation.
     SmolLm3,
+    /// StableLM 2 1.6B, StableLM 3B and Stable Code 3B.
+    StableLm,
 }
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
@@ -66,6 +68,7 @@ impl Architecture {
         Self::Qwen3Vl,
         Self::Qwen3VlMoe,
         Self::SmolLm3,
+        Self::StableLm,
     ];
 
     /// The name in `general.architecture`.
@@ -90,6 +93,7 @@ impl Architecture {
             Self::Qwen3Vl => "qwen3vl",
             Self::Qwen3VlMoe => "qwen3vlmoe",
             Self::SmolLm3 => "smollm3",
+            Self::StableLm => "stablelm",
         }
     }
 }
@@ -139,6 +143,11 @@ impl Architecture {
         matches!(self, Self::Qwen35 | Self::Qwen35Moe)
     }
 
+    /// Whether its norms subtract the mean and add a bias (LayerNorm).
+    pub(crate) const fn centres(self) -> bool {
+        matches!(self, Self::StableLm)
+    }
+
     /// Norms of its attention layers.
     pub(crate) const fn norms(self) -> Norms {
         let (before, after, heads) = match self {
@@ -159,7 +168,8 @@ impl Architecture {
             | Self::Mistral3
             | Self::Phi3
             | Self::Qwen2
-            | Self::SmolLm3 => (true, false, HeadNorms::None),
+            | Self::SmolLm3
+            | Self::StableLm => (true, false, HeadNorms::None),
         };
         Norms {
             before,
@@ -470,6 +480,8 @@ pub enum Vector {
     FfnGateBias,
     /// Norm before the feed-forward part, if the family has one.
     FfnNorm,
+    /// Bias of that norm, which then subtracts the mean first.
+    FfnNormBias,
     /// Norm of the feed-forward output.
     FfnPostNorm,
     /// Bias of the feed-forward up projection.
@@ -480,6 +492,8 @@ pub enum Vector {
     KeyNorm,
     /// Norm before the mixer, if the family has one.
     MixerNorm,
+    /// Bias of that norm, which then subtracts the mean first.
+    MixerNormBias,
     /// Norm of the mixer's output.
     MixerPostNorm,
     /// Bias of the mixer's output.

@@ -165,8 +165,13 @@ impl Keys<'_> {
                 format!("{kv_heads} does not divide {heads} heads"),
             ));
         }
-        if architecture == Architecture::Exaone4 && depth == EXAONE4_32B_LAYERS {
-            let problem = format!("a model of {depth} layers has windows, which are not supported");
+        let lacking = match (architecture, depth) {
+            (Architecture::Exaone4, EXAONE4_32B_LAYERS) => Some("windows"),
+            (Architecture::StableLm, STABLELM_12B_LAYERS) => Some("parts that compute in parallel"),
+            _ => None,
+        };
+        if let Some(what) = lacking {
+            let problem = format!("a model of {depth} layers has {what}, which are not supported");
             return Err(self.wrong("block_count", problem));
         }
         let head_dim = self.head_dim(width)?;
@@ -410,6 +415,8 @@ const LOCAL_PATTERN: usize = 6;
 const OLMO3_PATTERN: usize = 4;
 /// Layers of EXAONE 4 32B, by which llama.cpp recognises the model with windows.
 const EXAONE4_32B_LAYERS: usize = 64;
+/// Layers of StableLM 2 12B, the only size whose attention and feed-forward part read the same input.
+const STABLELM_12B_LAYERS: usize = 40;
 /// llama.cpp's value for SmolLM3: every fourth layer has no rotation.
 const STILL_INTERVAL: usize = 4;
 /// Layers of Gemma 2 27B, the only size with another scaling rule.

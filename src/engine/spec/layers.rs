@@ -39,6 +39,9 @@ impl LayerBuilder<'_> {
         if norms.before {
             vectors.push(self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?);
         }
+        if architecture.centres() {
+            vectors.push(self.vector(Vector::MixerNormBias, "attn_norm.bias", &[self.width])?);
+        }
         let parts = [
             (Role::Query, Vector::QueryBias, "attn_q", projected),
             (Role::Key, Vector::KeyBias, "attn_k", kv),
@@ -194,6 +197,9 @@ impl LayerBuilder<'_> {
         };
         if architecture.norms().before {
             vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
+        }
+        if architecture.centres() {
+            vectors.push(self.vector(Vector::FfnNormBias, "ffn_norm.bias", &[self.width])?);
         }
         if let Some(experts) = self.experts {
             return self.mixture(experts, matrices, vectors);

@@ -309,7 +309,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             error.kind().to_string(),
             format!(
                 "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
-                 qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe and smollm3"
+                 qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );
         assert_eq!(error.hint(), Some(hint));
@@ -358,6 +358,32 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
 }
 
 #[test]
+fn norms_with_a_bias_are_those_of_stablelm_only_and_its_parallel_model_is_refused() {
+    let stablelm = tiny(Architecture::StableLm, GgmlDType::Q8_0);
+    let mut parts = Parts::of(&stablelm);
+    let key = "stablelm.block_count".to_owned();
+    parts.entries.insert(key, Value::U32(40));
+    assert_eq!(
+        refused(&parts.write()),
+        "metadata `stablelm.block_count`: a model of 40 layers has parts that compute in parallel, which are not supported"
+    );
+    let mut parts = Parts::of(&stablelm);
+    parts.tensors.remove("blk.2.ffn_norm.bias").unwrap();
+    assert_eq!(
+        refused(&parts.write()),
+        "tensor `blk.2.ffn_norm.bias` is missing"
+    );
+    for name in ["blk.2.ffn_norm.bias", "output_norm.bias"] {
+        let mut parts = Parts::of(&tiny(Architecture::Llama, GgmlDType::Q8_0));
+        parts.add(name, &[256]);
+        assert_eq!(
+            refused(&parts.write()),
+            format!("tensor `{name}` is not known in a model of architecture `llama`")
+        );
+    }
+}
+
+#[test]
 fn sections_of_rotation_that_do_not_cover_a_head_are_refused() {
     let file = tiny(Architecture::Qwen3Vl, GgmlDType::Q8_0);
     let key = "qwen3vl.rope.dimension_sections";
@@ -387,6 +413,10 @@ fn biases_change_the_logits_wherever_they_are() {
         ),
         (
             Architecture::Qwen2,
+            &["attn_q.bias", "attn_k.bias", "attn_v.bias"],
+        ),
+        (
+            Architecture::StableLm,
             &["attn_q.bias", "attn_k.bias", "attn_v.bias"],
         ),
     ] {

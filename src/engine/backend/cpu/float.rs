@@ -67,6 +67,18 @@ fn rms_scale(row: &[f32], epsilon: f32) -> f32 {
     1.0 / (mean + epsilon).sqrt()
 }
 
+#[expect(clippy::cast_precision_loss, reason = "widths are far below 2^24")]
+#[inline(always)]
+fn mean(row: &[f32]) -> f32 {
+    let mut sums = [0f32; LANES];
+    for lanes in row.chunks(LANES) {
+        for (sum, x) in sums.iter_mut().zip(lanes) {
+            *sum += x;
+        }
+    }
+    sum(&mut sums) / row.len() as f32
+}
+
 /// e^x to about one unit in the last place, in operations that vectorise and give the same bits on every instruction
 /// set.
 ///
@@ -131,6 +143,14 @@ kernel! {
         let width = weight.len().max(1);
         for (x, y) in input.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
             rms_row(x, weight, epsilon, y);
+        }
+    }
+
+    /// `out = input − mean`.
+    pub(crate) fn centre(input: &[f32], out: &mut [f32]) {
+        let mean = mean(input);
+        for (y, x) in out.iter_mut().zip(input) {
+            *y = x - mean;
         }
     }
 
@@ -243,6 +263,24 @@ mod tests {
             let mut out = gate.clone();
             gelu_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn a_centred_row_has_no_mean_and_is_the_same_everywhere() {
+        for len in [8, 32, 100, 1024] {
+            let row: Vec<f32> = numbers(len, 9).iter().map(|x| x + 5.0).collect();
+            let mut reference = vec![0.0; len];
+            centre(Isa::Baseline, &row, &mut reference);
+            let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / len as f64;
+            for (got, x) in reference.iter().zip(&row) {
+                assert!((f64::from(*got) - (f64::from(*x) - mean)).abs() < 1e-5);
+            }
+            for &isa in Isa::available() {
+                let mut out = vec![0.0; len];
+                centre(isa, &row, &mut out);
+                assert_eq!(out, reference, "{isa:?}");
+            }
         }
     }
 

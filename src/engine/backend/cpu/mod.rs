@@ -254,6 +254,7 @@ fn norm<'op>(
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
     let weight = access.read_some(job.weight.as_ref())?;
+    let norm_bias = access.read_some(job.bias.as_ref())?;
     let width = job.width.max(1);
     let (stream, normed) = (access.write(&job.stream)?, access.write(&job.normed)?);
     let rows = same_len(stream, normed)? / width;
@@ -282,9 +283,14 @@ fn norm<'op>(
             }
             float::add(isa, stream, normed);
         }
-        match weight {
-            Some(weight) => float::rms_rows(isa, stream, weight, job.epsilon, normed),
-            None => normed.copy_from_slice(stream),
+        match (weight, norm_bias) {
+            (Some(weight), Some(bias)) => {
+                float::centre(isa, stream, normed);
+                float::rms_row_in_place(isa, normed, weight, job.epsilon);
+                float::add(isa, normed, bias);
+            }
+            (Some(weight), None) => float::rms_rows(isa, stream, weight, job.epsilon, normed),
+            (None, _) => normed.copy_from_slice(stream),
         }
         // SAFETY: as above.
         unsafe { copying.row(row, normed) };

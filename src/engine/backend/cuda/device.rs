@@ -227,6 +227,9 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     if !spec.architecture.norms().before {
         return Some("its layers have no preceding norm, which no kernel supports".to_owned());
     }
+    if spec.architecture.centres() {
+        return Some("its norms subtract the mean, which no kernel supports".to_owned());
+    }
     let attention = &spec.attention;
     let dim = attention.head_dim;
     if attention.score_cap.is_some() {

@@ -217,8 +217,11 @@ impl Launcher {
     }
 
     fn norm(&mut self, job: &Norm) -> Result<(), DeviceError> {
-        let weight = job.weight.as_ref().ok_or_else(|| {
-            DeviceError::new("there is no kernel for parts without a norm".to_owned())
+        let weight = job.weight.as_ref().filter(|_| job.bias.is_none());
+        let weight = weight.ok_or_else(|| {
+            DeviceError::new(
+                "there is no kernel for parts without a norm, or with its bias".to_owned(),
+            )
         })?;
         let width = job.width;
         let rows = job.stream.len() / (4 * width).max(1);

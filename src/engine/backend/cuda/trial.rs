@@ -186,6 +186,7 @@ impl Input {
             normed: normed.view(0..rows * columns),
             residual: None,
             weight: Some(weight.view(0..columns)),
+            bias: None,
             epsilon: 1e-6,
             prepare: Prepare {
                 copies: copies.clone(),

@@ -397,6 +397,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Lfm2Moe, GgmlDType::Q8_0, 4),
         (Architecture::Gemma2, GgmlDType::Q8_0, 2),
         (Architecture::Gemma3, GgmlDType::Q8_0, 7),
+        (Architecture::StableLm, GgmlDType::Q8_0, 2),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
