@@ -371,6 +371,7 @@ async fn create(
             nanos: 0,
         }),
         validate_only: false,
+        cgroup: String::new(),
     };
     let answer = LeaseServiceClient::new(channel.clone())
         .create_lease(request)

@@ -246,9 +246,10 @@ impl Day {
             class,
             min: bytes,
             max: bytes,
-            term: TERM,
+            term: Some(TERM),
             wait: Duration::from_secs(5),
             validate_only: false,
+            cgroup: None,
         };
         self.tell(Event::LeaseRequested { ticket, request });
         self.settle();

@@ -4,6 +4,8 @@
 //! measured like the supervisor measures it. When the lease ends (by the supervisor, or after a term without one), the
 //! program is ended before its term expires, since memory may not be used without a lease.
 //!
+//! A control group needs no program to keep its lease: the lease lasts as long as the group.
+//!
 //! A target is confirmed only after the program has read the notification: before that, it may fill its lease at any
 //! time, even if it uses little now.
 
@@ -30,6 +32,7 @@ use tonic::{Code, Status, Streaming};
 use super::{
     Global, Output,
     exit::{self, CliError},
+    group::{self, GroupArgs},
     output, quantity,
     session::{Interrupts, end_with_parent},
     stage::TemporaryFolder,
@@ -38,6 +41,7 @@ use cotenant_probe::{
     ProbeRoot,
     processes::{self, ProcessTable},
 };
+use cotenant_rpc::json::lease as lease_json;
 use cotenant_rpc::v1::{
     CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass,
     ReleaseLeaseRequest, Target, TargetState, hold_lease_response::Message,
@@ -61,15 +65,18 @@ pub struct Hold {
     /// Urgency of its work.
     #[arg(long, value_enum, default_value_t = Class::Interactive)]
     class: Class,
-    /// Term of the lease without contact to the supervisor; the program receives SIGTERM shortly before its end, and
-    /// SIGKILL at its end.
-    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = quantity::duration)]
-    term: Duration,
+    /// Term of the lease without contact to the supervisor [default: 10s]; the program receives SIGTERM shortly before
+    /// its end, and SIGKILL at its end. The lease of a control group has a term only with this option, and ends after
+    /// it unless a client renews it.
+    #[arg(long, value_name = "DURATION", value_parser = quantity::duration)]
+    term: Option<Duration>,
     /// Longest wait for memory.
     #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = quantity::duration)]
     wait: Duration,
+    #[command(flatten)]
+    group: GroupArgs,
     /// Command to run under the lease, with its arguments.
-    #[arg(last = true, value_name = "COMMAND")]
+    #[arg(last = true, value_name = "COMMAND", conflicts_with = "GroupArgs")]
     command: Vec<String>,
 }
 
@@ -103,8 +110,18 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
         Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
     adopt_descendants()
         .map_err(|error| CliError::failed("cannot track child processes of the program", error))?;
+    let group = hold.group.path()?;
     let mut leases = LeaseServiceClient::new(global.connect().await?);
-    let lease = create(global, &mut leases, hold).await?;
+    let lease = create(global, &mut leases, hold, group.as_deref()).await?;
+    if group.is_some() {
+        match global.output {
+            Output::Table => output::write(&format!("{}\n", lease.name))?,
+            Output::Json | Output::Ndjson => {
+                output::write_json(global.output, &lease_json(&lease))?;
+            }
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut keeper = Keeper {
         say: Say {
             output: global.output,
@@ -112,7 +129,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
         },
         heard: Instant::now(),
         sent: VecDeque::new(),
-        term: hold.term,
+        term: hold.term.unwrap_or(TERM),
         lease,
         due: None,
         program: None,
@@ -169,19 +186,25 @@ async fn create(
     global: &Global,
     leases: &mut LeaseServiceClient<tonic::transport::Channel>,
     hold: &Hold,
+    group: Option<&str>,
 ) -> Result<Lease, CliError> {
     let duration = |duration: Duration| prost_types::Duration::try_from(duration).ok();
     let since = std::time::SystemTime::UNIX_EPOCH
         .elapsed()
         .unwrap_or_default();
+    let term = hold.term.or(group.is_none().then_some(TERM));
     let mut request = tonic::Request::new(CreateLeaseRequest {
-        request_id: format!("hold-{}-{}", std::process::id(), since.as_nanos()),
+        request_id: match group {
+            Some(group) => group::request_id(group),
+            None => format!("hold-{}-{}", std::process::id(), since.as_nanos()),
+        },
         tenant: hold.tenant.clone(),
         lease_class: LeaseClass::from(hold.class).into(),
         min_bytes: hold.min.get(),
         max_bytes: hold.max.unwrap_or_default().get(),
-        term: duration(hold.term),
+        term: term.and_then(duration),
         max_wait: duration(hold.wait),
+        cgroup: group.unwrap_or_default().to_owned(),
         ..CreateLeaseRequest::default()
     });
     request.set_timeout(global.timeout + hold.wait);
@@ -659,6 +682,9 @@ impl Say {
         output::write(&line)
     }
 }
+
+/// Default term of a lease that this process keeps.
+const TERM: Duration = Duration::from_secs(10);
 
 /// Bound of the queue of messages to the supervisor.
 const ANSWERS_MAX: usize = 8;

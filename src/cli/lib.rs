@@ -15,6 +15,7 @@ mod events;
 pub mod exit;
 mod generate;
 mod global;
+mod group;
 mod health;
 mod help;
 mod hold;
@@ -103,7 +104,11 @@ pub enum Command {
     Generate(generate::Generate),
     /// Send a recording through speech recognition, LLM and speech synthesis.
     Talk(talk::Talk),
-    /// Hold a lease, until interrupted or while a command runs.
+    /// Hold a lease, until interrupted, while a command runs, or for a control group.
+    ///
+    /// With --cgroup, --unit or --container, the processes of a control group hold the lease: it is granted, its name is
+    /// printed, and it lasts until the group is removed or `cotenant leases release` ends it, also across restarts of the
+    /// supervisor. The same command again prints the same lease. This needs the role operator or delegate.
     Hold(hold::Hold),
     /// Show budget, pressure, LLM, workers and leases.
     Status,

@@ -46,6 +46,7 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
             (Figure("EXPIRES IN"), |lease| {
                 lease.expires_in.as_ref().map_or_else(String::new, span)
             }),
+            (Text("CONTROL GROUP"), |lease| lease.cgroup.clone()),
         ],
     )
     .render()

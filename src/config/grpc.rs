@@ -81,7 +81,7 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
         file("key", &raw.key),
         file("client_ca", &raw.client_ca),
     );
-    // Tenant is excluded: the holder of a lease is a process measured on this machine.
+    // Tenant and delegate are excluded: the holder of a lease is a process measured on this machine.
     let roles = [
         ("operator", Role::Operator),
         ("viewer", Role::Viewer),
@@ -109,6 +109,7 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     RolesConfig {
         operators: ids("operators", &raw.operators),
         watchdogs: ids("watchdogs", &raw.watchdogs),
+        delegates: ids("delegates", &raw.delegates),
         tenants: ids("tenants", &raw.tenants),
         viewers: ids("viewers", &raw.viewers),
         others: checker

@@ -78,7 +78,7 @@ raw! {
     }
     RawGrpc { socket, abstract_name, tcp: Option<RawTcp>, roles: RawRoles, limits: RawGrpcLimits }
     RawTcp { listen, cert, key, client_ca, role }
-    RawRoles { operators: RawIds, watchdogs: RawIds, tenants: RawIds, viewers: RawIds, others }
+    RawRoles { operators: RawIds, watchdogs: RawIds, delegates: RawIds, tenants: RawIds, viewers: RawIds, others }
     RawIds { uids: Vec<Text>, gids: Vec<Text> }
     RawGrpcLimits { message_max, calls_per_connection, connections: RawBounds, streams: RawBounds, reader_patience }
     RawBounds { per_process, per_user, total }

@@ -202,7 +202,7 @@ impl Merge {
         merged!(self, "grpc.", old, new, GrpcConfig {
             fixed: socket, abstract_name, tcp;
             @ roles = merged!(self, "grpc.roles.", old.roles, new.roles, RolesConfig {
-                    fixed: operators, watchdogs, tenants, viewers, others;
+                    fixed: operators, watchdogs, delegates, tenants, viewers, others;
                 }),
                 limits = merged!(self, "grpc.limits.", old.limits, new.limits, GrpcLimits {
                     fixed: message_max, calls_per_connection, connections, streams, reader_patience;

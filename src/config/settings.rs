@@ -546,13 +546,15 @@ pub struct TcpConfig {
     pub role: Role,
 }
 
-/// Roles over gRPC. The first of operator, watchdog, tenant and viewer applies.
+/// Roles over gRPC. The first of operator, watchdog, delegate, tenant and viewer applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolesConfig {
     /// All operations.
     pub operators: Ids,
     /// Read; shed; drain and recycle workers.
     pub watchdogs: Ids,
+    /// As tenants; hold leases of control groups, over the path socket only.
+    pub delegates: Ids,
     /// Read; hold leases; generate.
     pub tenants: Ids,
     /// Read.

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
+    path::Path,
     sync::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -27,12 +28,13 @@ use cotenant_http::backend::RunningAnswers;
 use cotenant_memory::emergency::{self, Locked};
 use cotenant_policy::{
     event::{Answer, ChangedKeys, Event},
-    lease::Ticket,
+    lease::{LeaseRequest, Ticket},
     shedding::{Chosen, NextShed},
     snapshot::{Snapshot, WorkerState},
 };
 use cotenant_probe::{
     ProbeRoot,
+    cgroup::Hierarchy,
     processes::{self, leader_of},
 };
 use cotenant_rpc::{
@@ -150,6 +152,33 @@ impl ControlHandle {
             .iter()
             .filter_map(|(name, process)| Some((process.pid()?, name.clone())));
         running.collect()
+    }
+
+    /// Returns the reason to refuse a lease of a control group: it must exist, and neither have a process of ours nor be
+    /// inside the group of a worker alone.
+    fn bar_group(&self, group: &str) -> Option<Bar> {
+        let root = ProbeRoot::default();
+        let Some(hierarchy) = Hierarchy::open(&root) else {
+            return Some(Bar::NoCgroup { mount: None });
+        };
+        if !hierarchy.has(group) {
+            let mount = Some(hierarchy.mount_point().to_owned());
+            return Some(Bar::NoCgroup { mount });
+        }
+        let own = hierarchy.group_of(&root, std::process::id());
+        let is_inside = |inner: &str, outer: &str| Path::new(inner).starts_with(outer);
+        let workers = self
+            .mains()
+            .into_iter()
+            .map(|(pid, name)| (pid, Some(name)));
+        let mut ours = std::iter::once((std::process::id(), None)).chain(workers);
+        ours.find_map(|(runs_as, worker)| {
+            let of_process = hierarchy.group_of(&root, runs_as)?;
+            let is_separate = own.as_ref().is_some_and(|own| !is_inside(own, &of_process));
+            let is_ours =
+                is_inside(&of_process, group) || (is_separate && is_inside(group, &of_process));
+            is_ours.then_some(Bar::OurCgroup { worker, runs_as })
+        })
     }
 
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
@@ -341,14 +370,22 @@ impl Supervisor for ControlHandle {
         &self.deaths
     }
 
-    fn bar(&self, tenant: &str, pid: Option<u32>) -> Option<Bar> {
+    fn bar(&self, request: &LeaseRequest) -> Option<Bar> {
+        if let Some(bar) = request
+            .cgroup
+            .as_ref()
+            .and_then(|group| self.bar_group(group))
+        {
+            return Some(bar);
+        }
+        let (tenant, pid) = (&request.tenant, request.holder_pid());
         let state = self.state();
         let mains = self.mains();
         let ids: BTreeSet<u32> = mains.keys().copied().collect();
         let main = pid.filter(|_| !ids.is_empty());
         let main = main.and_then(|pid| leader_of(&ProbeRoot::default().proc, &ids, pid));
         let of = main.and_then(|main| mains.get(&main)).map(String::as_str);
-        let Some(worker) = state.workers.iter().find(|worker| worker.name == tenant) else {
+        let Some(worker) = state.workers.iter().find(|worker| worker.name == *tenant) else {
             return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker {
                 worker: worker.to_owned(),
                 runs_as,
@@ -356,10 +393,10 @@ impl Supervisor for ControlHandle {
         };
         let runs_as = mains
             .iter()
-            .find(|(_, name)| name.as_str() == tenant)
+            .find(|(_, name)| *name == tenant)
             .map(|(pid, _)| *pid);
         let is_it = match runs_as {
-            Some(_) => of == Some(tenant),
+            Some(_) => of == Some(tenant.as_str()),
             // The worker is starting: its process, a descendant of ours, may send a request before it is registered
             // here.
             None if worker.state == WorkerState::Starting => {

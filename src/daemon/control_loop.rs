@@ -375,9 +375,10 @@ mod tests {
                 class: Class::Batch,
                 min: bytes,
                 max: bytes,
-                term: Duration::from_secs(300),
+                term: Some(Duration::from_secs(300)),
                 wait: Duration::from_secs(5),
                 validate_only: false,
+                cgroup: None,
             };
             self.send(|ticket| Event::LeaseRequested { ticket, request })
         }

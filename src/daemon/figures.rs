@@ -312,6 +312,7 @@ const fn name_of(denial: &Denial) -> &'static str {
         Denial::QuotaExceeded { .. } => "quota_exceeded",
         Denial::Replaced { .. } => "replaced",
         Denial::RequestIdReused { .. } => "request_id_reused",
+        Denial::CgroupHeld { .. } => "cgroup_held",
         Denial::StaleGeneration { .. } => "stale_generation",
         Denial::StaleSample { .. } => "stale_sample",
         Denial::UnknownLease { .. } => "unknown_lease",
@@ -319,7 +320,8 @@ const fn name_of(denial: &Denial) -> &'static str {
 }
 
 /// All results of [`name_of`].
-pub(super) const DENIALS: [&str; 13] = [
+pub(super) const DENIALS: [&str; 14] = [
+    "cgroup_held",
     "draining",
     "exceeds_budget",
     "insufficient_memory",
@@ -451,9 +453,10 @@ mod tests {
                     class,
                     min: bytes,
                     max: bytes,
-                    term: Duration::from_secs(10),
+                    term: Some(Duration::from_secs(10)),
                     wait: Duration::from_secs(1),
                     validate_only: false,
+                    cgroup: None,
                 },
             });
         }
@@ -549,9 +552,10 @@ mod tests {
             class: Class::Batch,
             min: mib(min),
             max: mib(max),
-            term: Duration::from_secs(60),
+            term: Some(Duration::from_secs(60)),
             wait: Duration::ZERO,
             validate_only: false,
+            cgroup: None,
         }
     }
 

@@ -192,7 +192,7 @@ impl Inheritance {
         let holders = &mut self.holders;
         let mut is_held = |lease: &BookedLease| {
             // If the process is not visible, only the term decides.
-            let Some(pid) = lease.request.peer.pid else {
+            let Some(pid) = lease.request.holder_pid() else {
                 return true;
             };
             let Some(process) = Process::of_earlier_peer(pid, found.written_at_ticks) else {
@@ -397,9 +397,10 @@ mod tests {
                 class: Class::Batch,
                 min: Bytes::from_mib(1),
                 max: Bytes::from_mib(100),
-                term: Duration::from_secs(300),
+                term: Some(Duration::from_secs(300)),
                 wait: Duration::ZERO,
                 validate_only: false,
+                cgroup: None,
             },
         };
         let found = SavedBook {

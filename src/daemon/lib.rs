@@ -40,6 +40,7 @@ mod shutdown;
 mod signals;
 mod startup_trim;
 mod status;
+mod tenants;
 mod voice;
 mod watchdog;
 mod workers;

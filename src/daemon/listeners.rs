@@ -329,6 +329,7 @@ fn roles_of(config: &RolesConfig) -> Roles {
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
     roles.operators.clone_from(&config.operators);
     roles.watchdogs.clone_from(&config.watchdogs);
+    roles.delegates.clone_from(&config.delegates);
     roles.tenants.clone_from(&config.tenants);
     roles.viewers.clone_from(&config.viewers);
     roles.others = config.others;

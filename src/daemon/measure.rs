@@ -19,7 +19,6 @@ use std::{
     time::Duration,
 };
 
-use nix::{errno::Errno, sys::signal::kill, unistd::Pid};
 use tokio::sync::OnceCell;
 
 use super::{
@@ -27,17 +26,10 @@ use super::{
     control_loop::Clock as _,
     engine::{CurrentEngine, activity},
     parts::Parts,
+    tenants::{Claims, Processes, tenant_memory},
 };
-use cotenant_policy::{
-    event::Event,
-    lease::{LeaseKind, LeaseView},
-    params::ENGINE_TENANT,
-};
-use cotenant_probe::{
-    ProbeRoot,
-    nvmap::{self, Nvmap},
-    processes::{self, ProcessTable},
-};
+use cotenant_policy::{event::Event, lease::LeaseView, params::ENGINE_TENANT};
+use cotenant_probe::{ProbeRoot, nvmap};
 use cotenant_telemetry::Metrics;
 use cotenant_threads::blocking;
 use cotenant_units::lock::locked;
@@ -69,15 +61,15 @@ enum Again {
     Yes,
 }
 
-/// Processes of the machine, listed once for all holders of a request: with many tenants, the list dominates the cost.
+/// List of the machine's processes, read once for all holders of a request: with many tenants, it dominates the cost.
 #[derive(Clone, Default)]
-struct Listing(Arc<OnceCell<Option<Arc<ProcessTable>>>>);
+struct Listing(Arc<OnceCell<Option<Arc<Processes>>>>);
 
 impl Listing {
-    async fn table(&self, root: &ProbeRoot) -> Option<Arc<ProcessTable>> {
-        let proc = root.proc.clone();
+    async fn processes(&self, root: &ProbeRoot, leases: &[LeaseView]) -> Option<Arc<Processes>> {
+        let (root, groups) = (root.clone(), Claims::of(leases).groups());
         let list = || async {
-            let read = blocking(move || ProcessTable::read(&proc).ok());
+            let read = blocking(move || Processes::read(&root, groups));
             read.await.ok().flatten().map(Arc::new)
         };
         self.0.get_or_init(list).await.clone()
@@ -253,13 +245,18 @@ impl Shared {
     }
 
     async fn read_tenant(&self, tenant: &str, listing: &Listing) -> Option<Bytes> {
-        let table = listing.table(&self.root).await?;
+        let before = self.control.state();
+        let processes = listing.processes(&self.root, &before.leases).await?;
+        // A lease granted meanwhile counts.
         let state = self.control.state();
-        let owners = owners_of(&state.leases);
-        let pids = owners.get(tenant).cloned().unwrap_or_default();
-        let holders: BTreeSet<u32> = owners.into_values().flatten().collect();
-        let root = self.root.clone();
-        let read = blocking(move || tenant_memory(&root, &table, &pids, &holders));
+        let is_lost = |lease: &&LeaseView| lease.holder() == tenant && processes.has_lost(lease);
+        for lease in state.leases.iter().filter(is_lost).map(|lease| lease.id) {
+            let pid = None;
+            self.control.tell(Event::HolderLost { lease, pid }).await;
+        }
+        let (root, tenant) = (self.root.clone(), tenant.to_owned());
+        let read =
+            blocking(move || tenant_memory(&root, &processes, &Claims::of(&state.leases), &tenant));
         read.await.ok().flatten()
     }
 
@@ -284,76 +281,10 @@ impl Shared {
 /// Time limit of reading one holder: 16 GiB of small pages take 1.2 s on an x86-64 server (our choice: somewhat more).
 const READING_MAX: Duration = Duration::from_secs(2);
 
-/// Returns the processes of each holder of a tenant's lease, including ended leases whose memory is still in use.
-///
-/// A process that only waits for a lease is excluded: it is not the holder with the same name, and if it is a holder's
-/// child, its memory counts for that holder.
-fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
-    let mut owners: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
-    for lease in leases {
-        if lease.kind == LeaseKind::Tenant && !lease.waits() {
-            let pids = owners.entry(lease.holder()).or_default();
-            pids.extend(lease.owner.owner_pid.filter(|pid| !pids.contains(pid)));
-        }
-    }
-    owners
-}
-
-/// Returns the memory of a tenant's processes and their children: zero if all have ended, `None` if none is known or
-/// one cannot be read. Children that are `holders` themselves are excluded.
-fn tenant_memory(
-    root: &ProbeRoot,
-    table: &ProcessTable,
-    pids: &[u32],
-    holders: &BTreeSet<u32>,
-) -> Option<Bytes> {
-    let mut tree = BTreeSet::new();
-    for pid in pids {
-        tree.extend(table.tree(*pid));
-    }
-    if tree.is_empty() {
-        let gone = !pids.is_empty() && pids.iter().all(|pid| is_gone(*pid));
-        return gone.then_some(Bytes::ZERO);
-    }
-    for holder in holders.iter().filter(|holder| !pids.contains(holder)) {
-        if tree.contains(holder) {
-            for theirs in table
-                .tree(*holder)
-                .difference(&pids.iter().copied().collect())
-            {
-                tree.remove(theirs);
-            }
-        }
-    }
-    // A tenant that started the supervisor is not charged for it, nor for its workers.
-    for ours in table.tree(std::process::id()) {
-        tree.remove(&ours);
-    }
-    if tree.is_empty() {
-        return None;
-    }
-    let gpu = Nvmap::find(root).and_then(|nvmap| nvmap.clients()?.of_all(tree.iter().copied()));
-    Some(
-        processes::sum(&root.proc, tree)
-            .used
-            .saturating_add(gpu.unwrap_or_default()),
-    )
-}
-
-/// Returns whether the process does not exist. A process missing in `/proc` may only be hidden from us (`hidepid`).
-fn is_gone(pid: u32) -> bool {
-    i32::try_from(pid)
-        .is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
-}
-
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
-
     use super::*;
     use crate::clock::MonotonicClock;
-    use cotenant_policy::lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseState};
-    use cotenant_units::Timestamp;
 
     fn measurer() -> (
         Measurer,
@@ -449,122 +380,5 @@ mod tests {
             }
         }
         assert_eq!(reported.into_values().collect::<Vec<_>>(), [None, None]);
-    }
-
-    fn lease(holder: &str, kind: LeaseKind, state: LeaseState, pid: Option<u32>) -> LeaseView {
-        LeaseView {
-            id: LeaseId(1),
-            tenant: holder.to_owned(),
-            holder: holder.to_owned(),
-            kind,
-            class: Class::Batch,
-            state,
-            generation: 1,
-            memory: LeaseMemory {
-                held: Bytes::ZERO,
-                min: Bytes::ZERO,
-                max: Bytes::ZERO,
-                used: None,
-                used_at: None,
-            },
-            target: None,
-            granted_at: Timestamp::START,
-            expires_at: None,
-            owner: LeaseOwner {
-                owner_uid: 1000,
-                owner_pid: pid,
-            },
-        }
-    }
-
-    /// Otherwise a holder would be charged for any process that requests a lease by its name, and a holder's child with
-    /// a pending lease of its own would be charged to none.
-    #[test]
-    fn who_waits_for_a_lease_is_not_measured_for_it() {
-        let tenant = |holder, state, pid| lease(holder, LeaseKind::Tenant, state, Some(pid));
-        let leases = [
-            lease("asr", LeaseKind::Worker, LeaseState::Granted, None),
-            tenant("vision", LeaseState::Granted, 10),
-            tenant("vision", LeaseState::Revoking, 10),
-            lease("hidden", LeaseKind::Tenant, LeaseState::Granted, None),
-            tenant("gone", LeaseState::Gone, 12),
-            tenant("vision", LeaseState::Requested, 11),
-            tenant("x", LeaseState::Requested, 13),
-        ];
-        let expected = BTreeMap::from([
-            ("vision", vec![10]),
-            ("hidden", Vec::new()),
-            ("gone", vec![12]),
-        ]);
-        assert_eq!(owners_of(&leases), expected);
-    }
-
-    #[test]
-    fn a_process_that_has_ended_uses_nothing() {
-        let root = ProbeRoot::default();
-        let mut child = Command::new("sleep")
-            .arg("1000")
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        let pid = child.id();
-        let none = BTreeSet::new();
-        let measure = |pids: &[u32]| {
-            tenant_memory(&root, &ProcessTable::read(&root.proc).unwrap(), pids, &none)
-        };
-        // Our own children count for us.
-        assert_eq!(measure(&[pid]), None);
-        assert_eq!(measure(&[]), None);
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(measure(&[pid]), Some(Bytes::ZERO));
-        // An existing process of another user.
-        assert!(
-            measure(&[1]).is_some_and(|used| used > Bytes::ZERO),
-            "the first process"
-        );
-        // An existing process missing in this list is hidden, not gone.
-        assert_eq!(
-            tenant_memory(&root, &ProcessTable::default(), &[1], &none),
-            None
-        );
-    }
-
-    #[test]
-    fn a_child_that_holds_a_lease_answers_for_itself_and_not_its_parent() {
-        // A tenant (100) with a child (101), and with another child that is a tenant (102) with its own child (103).
-        let folder = tempfile::tempdir().unwrap();
-        for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
-            let own = folder.path().join(format!("proc/{pid}"));
-            std::fs::create_dir_all(&own).unwrap();
-            let stat = format!(
-                "{pid} (tenant) S {parent} {pid} 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {pid} 0 0"
-            );
-            std::fs::write(own.join("stat"), stat).unwrap();
-            let rollup =
-                format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
-            std::fs::write(own.join("smaps_rollup"), rollup).unwrap();
-        }
-        let root = ProbeRoot::at(folder.path());
-        let table = ProcessTable::read(&root.proc).unwrap();
-        let holders = BTreeSet::from([100, 102]);
-        let measure = |pids: &[u32]| tenant_memory(&root, &table, pids, &holders);
-        assert_eq!(measure(&[100]), Some(Bytes::from_kib(30)));
-        assert_eq!(measure(&[102]), Some(Bytes::from_kib(120)));
-        assert_eq!(
-            measure(&[100, 102]),
-            Some(Bytes::from_kib(150)),
-            "one tenant with two leases"
-        );
-        // GPU memory of a Jetson for each, and for others.
-        let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
-        std::fs::create_dir_all(clients.parent().unwrap()).unwrap();
-        std::fs::write(
-            clients,
-            "CLIENT PROCESS PID SIZE\nuser t 101 5K\nuser t 103 300K\nuser x 7 9000K\ntotal 9305K\n",
-        )
-        .unwrap();
-        assert_eq!(measure(&[100]), Some(Bytes::from_kib(35)));
-        assert_eq!(measure(&[102]), Some(Bytes::from_kib(420)));
     }
 }

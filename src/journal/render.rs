@@ -61,6 +61,9 @@ fn render_event(event: &Event) -> String {
                 request.class,
                 range(request.min, request.max)
             );
+            if let Some(cgroup) = &request.cgroup {
+                let _ = write!(line, " for control group `{cgroup}`");
+            }
             if request.validate_only {
                 line.push_str(", as a query only");
             } else if !request.wait.is_zero() {
@@ -95,11 +98,13 @@ fn render_event(event: &Event) -> String {
             };
             format!("lease {} answers target {nonce}: {answer}", lease.0)
         }
-        Event::HolderLost { lease, pid } => {
-            let process =
-                pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
-            format!("{process}, holder of lease {}, has ended", lease.0)
+        Event::HolderLost { lease, pid: None } => {
+            format!("the holder of lease {} is gone", lease.0)
         }
+        Event::HolderLost {
+            lease,
+            pid: Some(pid),
+        } => format!("process {pid}, holder of lease {}, has ended", lease.0),
         Event::EngineInspected { shape } => {
             format!(
                 "model `{}` ({}) has {}",

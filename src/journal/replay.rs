@@ -368,9 +368,10 @@ mod tests {
             class: Class::Batch,
             min: Bytes::from_mib(1),
             max: Bytes::from_mib(1),
-            term: Duration::from_secs(30),
+            term: Some(Duration::from_secs(30)),
             wait: Duration::ZERO,
             validate_only: false,
+            cgroup: None,
         };
         let sequence = next(&lines);
         lines.push(line(

@@ -317,9 +317,10 @@ mod tests {
             class,
             min: Bytes::from_mib(min),
             max: Bytes::from_mib(max),
-            term: std::time::Duration::from_secs(60),
+            term: Some(std::time::Duration::from_secs(60)),
             wait: std::time::Duration::from_secs(5),
             validate_only: false,
+            cgroup: None,
         };
         let sample = |at| Sample {
             taken_at: at,

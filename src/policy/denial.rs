@@ -89,6 +89,17 @@ pub enum Denial {
         uid: u32,
         problem: NotHolder,
     },
+    /// The control group is that of another lease, or one of the two is inside the other.
+    #[error(
+        "cannot grant `{tenant}` a lease for control group `{cgroup}`: lease {lease} counts the processes of `{held}`"
+    )]
+    CgroupHeld {
+        tenant: String,
+        cgroup: String,
+        /// Group of the other lease.
+        held: String,
+        lease: String,
+    },
     /// The last sample of the machine is too old for a grant.
     #[error(
         "cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
@@ -192,8 +203,8 @@ pub enum Problem {
     /// A name reserved for the supervisor's own holders.
     #[error("is reserved for the supervisor")]
     OwnHolder,
-    /// A name with the suffixes that distinguish processes of one name.
-    #[error("has `{}` or `{}` in it, which distinguish processes of one name", marks.0, marks.1)]
+    /// A name with the suffixes that distinguish holders of one name.
+    #[error("has `{}`, `{}` or ` (cgroup ` in it, which distinguish holders of one name", marks.0, marks.1)]
     Marked { marks: (String, String) },
     /// More than the present target of the lease.
     #[error("is above {target}, the target of the lease")]

@@ -74,11 +74,11 @@ pub enum Event {
     LeaseReleased(LeaseCall),
     /// A holder answers a lower target.
     TargetAnswered(TargetAnswered),
-    /// The process that held a lease has ended.
+    /// The process or control group that held a lease is gone.
     HolderLost {
         lease: LeaseId,
-        /// The process that ended. Memory is credited only if this is the measured process. `None` in journals of older
-        /// versions.
+        /// The process that ended. Memory is credited only if this is the measured process. `None` for a control group,
+        /// and in journals of older versions.
         pid: Option<u32>,
     },
     /// The model's header was read; nothing is loaded yet.

@@ -127,12 +127,23 @@ pub struct LeaseRequest {
     pub min: Bytes,
     /// Maximum useful size.
     pub max: Bytes,
-    /// Lifetime between two renewals.
-    pub term: Duration,
+    /// Lifetime between two renewals; `None` as long as the control group exists.
+    pub term: Option<Duration>,
     /// Maximum time in the queue; zero requests an immediate answer.
     pub wait: Duration,
     /// Whether to report the outcome without booking.
     pub validate_only: bool,
+    /// Control group whose processes hold the lease instead of the sender, as a path below its hierarchy's mount.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+}
+
+impl LeaseRequest {
+    /// Returns the process that holds the lease, if it is known and no control group holds it.
+    #[must_use]
+    pub fn holder_pid(&self) -> Option<u32> {
+        self.peer.pid.filter(|_| self.cgroup.is_none())
+    }
 }
 
 /// Phase of a lease.
@@ -180,7 +191,7 @@ pub struct LeaseView {
     /// Present target, if it has to shrink.
     pub target: Option<Target>,
     pub granted_at: Timestamp,
-    /// End unless renewed; `None` for leases of the supervisor itself.
+    /// End unless renewed; `None` for leases of the supervisor itself, and for those that last as long as their group.
     pub expires_at: Option<Timestamp>,
     #[serde(flatten)]
     pub owner: LeaseOwner,
@@ -199,11 +210,14 @@ pub struct LeaseMemory {
 }
 
 /// Owner of a lease, by its socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseOwner {
     pub owner_uid: u32,
     /// Process of the owner, if the socket provides it; used for measurements.
     pub owner_pid: Option<u32>,
+    /// Control group whose processes hold the lease, and are measured instead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
 }
 
 impl LeaseView {

@@ -149,29 +149,31 @@ impl LeaseTable {
         Ok(lease)
     }
 
-    /// Returns the holder name for the process behind a request: its first tenant name, unless another process has that
-    /// name.
+    /// Returns the holder name for the process or control group of a request: its first tenant name, unless another
+    /// one has that name.
     ///
     /// The use of one process, and its release, must not count for another process with the same name. Nor may it count
     /// twice if one process uses several names: it is one holder under all of them, since each measurement includes all
-    /// of its memory.
+    /// of its memory. The same applies to control groups.
     pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
         let (tenant, peer) = (&request.tenant, &request.peer);
+        let cgroup = request.cgroup.as_deref();
         // A process id belongs to one process at a time, for all users.
-        let is_it = |name: &str, (uid, pid): (u32, Option<u32>)| match peer.pid {
-            Some(_) => pid == peer.pid,
-            None => pid.is_none() && (name, uid) == (tenant.as_str(), peer.uid),
+        let is_it = |lease: &Lease| match request.holder_pid() {
+            _ if cgroup.is_some() || lease.cgroup().is_some() => lease.cgroup() == cgroup,
+            Some(pid) => lease.owner.1 == Some(pid),
+            None => (lease.tenant.as_str(), lease.owner) == (tenant, (peer.uid, None)),
         };
         let mut tenants = self.values();
-        let known = tenants
-            .find(|lease| lease.kind == LeaseKind::Tenant && is_it(&lease.tenant, lease.owner));
+        let known = tenants.find(|lease| lease.kind == LeaseKind::Tenant && is_it(lease));
         if let Some(lease) = known {
             return lease.holder.clone();
         }
-        match peer.pid {
+        match (cgroup, request.holder_pid()) {
             _ if !self.is_known(tenant) => tenant.clone(),
-            Some(pid) => format!("{tenant}{OF_PROCESS}{pid})"),
-            None => format!("{tenant}{OF_USER}{})", peer.uid),
+            (Some(cgroup), _) => format!("{tenant}{OF_CGROUP}{cgroup})"),
+            (None, Some(pid)) => format!("{tenant}{OF_PROCESS}{pid})"),
+            (None, None) => format!("{tenant}{OF_USER}{})", peer.uid),
         }
     }
 
@@ -249,7 +251,8 @@ impl LeaseTable {
     /// Extends a lease by one term.
     pub(super) fn renew(&mut self, id: LeaseId, now: Timestamp) {
         if let Some(lease) = self.leases.get_mut(&id) {
-            lease.expires_at = lease.request.as_ref().map(|request| now + request.term);
+            let term = lease.request.as_ref().and_then(|request| request.term);
+            lease.expires_at = term.map(|term| now + term);
         }
     }
 
@@ -350,6 +353,7 @@ const VERIFY_POLL: Duration = Duration::from_millis(50);
 const SLACK_PER_MILLE: u32 = 20;
 const SLACK: Bytes = Bytes::from_mib(1);
 
-/// Suffix that distinguishes the processes of one tenant name.
+/// Suffix that distinguishes the holders of one tenant name.
 pub(super) const OF_PROCESS: &str = " (pid ";
 pub(super) const OF_USER: &str = " (uid ";
+pub(super) const OF_CGROUP: &str = " (cgroup ";

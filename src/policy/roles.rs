@@ -6,6 +6,9 @@ pub enum Role {
     /// Everything; from another machine all but leases, whose holder must be a process that can be measured here.
     #[error("operator")]
     Operator,
+    /// As a tenant, and leases of control groups.
+    #[error("delegate")]
+    Delegate,
     /// Own leases, generation, and reading.
     #[error("tenant")]
     Tenant,

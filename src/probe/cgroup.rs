@@ -5,7 +5,7 @@
 //! group, version 1 still shows the lowest limit (`hierarchical_memory_limit`); version 2 shows nothing.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     fs,
     path::{Path, PathBuf},
     process,
@@ -102,6 +102,87 @@ impl Cgroup {
     }
 }
 
+/// The hierarchy with the memory controller. Its groups are named by their path below its mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hierarchy(Mount);
+
+impl Hierarchy {
+    /// Returns the visible hierarchy; `None` without a memory controller.
+    #[must_use]
+    pub fn open(root: &ProbeRoot) -> Option<Self> {
+        let mut mounts = Mount::all(root).into_iter();
+        let found = mounts.find(|mount| has_controller(mount.version, &mount.point))?;
+        Some(Self(found))
+    }
+
+    /// Returns its mount point.
+    #[must_use]
+    pub fn mount_point(&self) -> &Path {
+        &self.0.point
+    }
+
+    /// Returns whether there is a group of this path, such as `/system.slice/camera.service`.
+    #[must_use]
+    pub fn has(&self, group: &str) -> bool {
+        self.folder(group).is_some_and(|folder| folder.is_dir())
+    }
+
+    /// Returns the path of the group of a process, if it is visible.
+    #[must_use]
+    pub fn group_of(&self, root: &ProbeRoot, pid: u32) -> Option<String> {
+        let place = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
+        self.path_of(&place.folder)
+    }
+
+    /// Returns the processes of a group and of all groups below it; `None` if one is in another PID namespace, so that
+    /// its id is unknown. A group that does not exist has none.
+    #[must_use]
+    pub fn members(&self, group: &str) -> Option<BTreeSet<u32>> {
+        let mut members = BTreeSet::new();
+        for folder in folders(self.folder(group)?) {
+            // A threaded group of version 2 refuses to list its processes; the group above it lists them.
+            let listed = read_optional(&folder.join("cgroup.procs")).unwrap_or_default();
+            for (_, line) in lines(&listed).filter(|(_, line)| !line.is_empty()) {
+                let pid = number(line).and_then(|pid| u32::try_from(pid).ok())?;
+                members.insert((pid != 0).then_some(pid)?);
+            }
+        }
+        Some(members)
+    }
+
+    /// Returns the paths of the groups for which `is_it` holds, in order.
+    #[must_use]
+    pub fn find(&self, is_it: impl Fn(&Path) -> bool) -> BTreeSet<String> {
+        let paths = folders(self.0.point.clone()).filter_map(|folder| self.path_of(&folder));
+        paths.filter(|path| is_it(Path::new(path))).collect()
+    }
+
+    fn folder(&self, group: &str) -> Option<PathBuf> {
+        let below = group.strip_prefix('/').filter(|below| !climbs(below))?;
+        Some(self.0.point.join(below))
+    }
+
+    fn path_of(&self, folder: &Path) -> Option<String> {
+        let below = folder.strip_prefix(&self.0.point).ok()?;
+        Some(format!("/{}", below.to_str()?))
+    }
+}
+
+/// Returns a folder and the folders below it, the outer ones first, up to [`SEARCHED_MAX`].
+fn folders(top: PathBuf) -> impl Iterator<Item = PathBuf> {
+    let mut waiting = VecDeque::from([top]);
+    let next = move || {
+        let folder = waiting.pop_front()?;
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                waiting.push_back(entry.path());
+            }
+        }
+        Some(folder)
+    };
+    std::iter::from_fn(next).take(SEARCHED_MAX)
+}
+
 /// Mounted hierarchy of groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mount {
@@ -175,20 +256,10 @@ impl Mount {
 
     /// Searches the folder whose group contains this process, for paths that are relative to another root.
     fn folder_with(&self, pid: u32) -> Option<PathBuf> {
-        let mut waiting = VecDeque::from([self.point.clone()]);
-        for _ in 0..SEARCHED_MAX {
-            let folder = waiting.pop_front()?;
+        folders(self.point.clone()).find(|folder| {
             let members = read_optional(&folder.join("cgroup.procs")).unwrap_or_default();
-            if lines(&members).any(|(_, line)| number(line) == Some(u64::from(pid))) {
-                return Some(folder);
-            }
-            for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                    waiting.push_back(entry.path());
-                }
-            }
-        }
-        None
+            lines(&members).any(|(_, line)| number(line) == Some(u64::from(pid)))
+        })
     }
 
     /// Returns the name of a folder's group as in `/proc/<pid>/cgroup`.
@@ -830,6 +901,60 @@ mod tests {
         assert_eq!(Cgroup::own(&root), None);
         let (_folder, root) = tree("0::/../../etc\n", &[("memory.stat", "")]);
         assert_eq!(Cgroup::own(&root), None);
+    }
+
+    #[test]
+    fn a_group_has_the_processes_of_those_below_it_in_either_version() {
+        for (version, membership, top, file) in [
+            (2, "0::/a.slice/x.service\n", "", "memory.stat"),
+            (
+                1,
+                "4:memory:/a.slice/x.service\n",
+                "memory/",
+                "memory.usage_in_bytes",
+            ),
+        ] {
+            let (_folder, root) = tree(
+                membership,
+                &[
+                    (&format!("{top}{file}"), "9\n"),
+                    (&format!("{top}a.slice/cgroup.procs"), ""),
+                    (&format!("{top}a.slice/x.service/{file}"), "9\n"),
+                    (&format!("{top}a.slice/x.service/cgroup.procs"), "11\n12\n"),
+                    (
+                        &format!("{top}a.slice/x.service/inner/cgroup.procs"),
+                        "13\n",
+                    ),
+                    (&format!("{top}a.slice/y.service/cgroup.procs"), "14\n"),
+                    (&format!("{top}hidden/cgroup.procs"), "0\n15\n"),
+                ],
+            );
+            let found = Hierarchy::open(&root).unwrap();
+            let members = |group| found.members(group).map(Vec::from_iter);
+            assert_eq!(
+                members("/a.slice"),
+                Some(vec![11, 12, 13, 14]),
+                "version {version}"
+            );
+            assert_eq!(members("/a.slice/x.service"), Some(vec![11, 12, 13]));
+            assert_eq!(members("/hidden"), None, "of another PID namespace");
+            assert!(found.has("/a.slice/y.service") && !found.has("/a.slice/z.service"));
+            assert!(
+                !found.has("/a.slice/x.service/cgroup.procs") && !found.has("/a.slice/../hidden")
+            );
+            fs::create_dir(root.process(11)).unwrap();
+            fs::write(root.process(11).join("cgroup"), membership).unwrap();
+            assert_eq!(
+                found.group_of(&root, 11).as_deref(),
+                Some("/a.slice/x.service")
+            );
+            let services =
+                found.find(|path| path.extension().is_some_and(|kind| kind == "service"));
+            assert_eq!(
+                Vec::from_iter(services),
+                ["/a.slice/x.service", "/a.slice/y.service"]
+            );
+        }
     }
 
     proptest! {

@@ -227,6 +227,19 @@ impl ProcessTable {
         self.descendants(|process| process.pid == leader || process.group == leader)
     }
 
+    /// Returns a process and its ancestors, the nearest first, as far as they are listed.
+    pub fn lineage(&self, pid: u32) -> impl Iterator<Item = u32> {
+        let find = |pid| {
+            let found = self
+                .processes
+                .binary_search_by_key(&pid, |process| process.pid);
+            self.processes.get(found.ok()?)
+        };
+        std::iter::successors(find(pid), move |process| find(process.parent))
+            .take(ANCESTORS_MAX)
+            .map(|process| process.pid)
+    }
+
     /// Returns the processes for which `is_root` holds, and their descendants.
     #[must_use]
     pub fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {

@@ -133,9 +133,12 @@ impl Call {
         }
     }
 
-    /// Checks that the caller is the process that requested the lease, and is measured for it.
+    /// Checks that the caller is the process that requested the lease, and is measured for it. For a control group, any
+    /// process of the user that requested the lease acts.
     pub(super) fn check_holds(&self, view: &LeaseView) -> Result<(), CallError> {
-        if (view.owner.owner_uid, view.owner.owner_pid) == (self.peer.uid, self.peer.pid) {
+        let owner = (view.owner.owner_uid, view.owner.owner_pid);
+        let is_process = owner.1 == self.peer.pid || view.owner.cgroup.is_some();
+        if owner.0 == self.peer.uid && is_process {
             return Ok(());
         }
         Err(CallError::NotTheHolder {

@@ -94,6 +94,7 @@ pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease 
         expire_time: view.expires_at.map(|at| clock.time(at)),
         expires_in: view.expires_at.map(|at| clock.left(at)),
         owner_uid: view.owner.owner_uid,
+        cgroup: view.owner.cgroup.clone().unwrap_or_default(),
     }
 }
 
@@ -532,6 +533,34 @@ pub(super) fn name_of(
         )
     }
 }
+
+/// The path of a control group, or `None` if it is empty.
+pub(super) fn cgroup_of(path: String) -> Result<Option<String>, CallError> {
+    let below = path.strip_prefix('/').unwrap_or("..");
+    let is_step = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(char::is_control);
+    match path.as_str() {
+        "" => Ok(None),
+        "/" => refuse(
+            "cgroup",
+            &path,
+            "is the root group, which has every process: name a group below it",
+        ),
+        _ if path.len() > CGROUP_MAX => refuse(
+            "cgroup",
+            &path,
+            &format!("has {} bytes, at most {CGROUP_MAX} are read", path.len()),
+        ),
+        _ if below.split('/').all(is_step) => Ok(Some(path)),
+        _ => refuse(
+            "cgroup",
+            &path,
+            "is not an absolute path without `.`, `..`, `//` and a slash at its end",
+        ),
+    }
+}
+
+/// Longest path of a control group: those of pods have some 200 bytes (our choice).
+const CGROUP_MAX: usize = 1024;
 
 /// The error for a field of a request.
 pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallError {

@@ -64,6 +64,9 @@ pub(super) fn hint(denial: &Denial) -> Option<String> {
         Denial::Replaced { .. } => {
             Some("read the lease again: the later call is answered separately".to_owned())
         }
+        Denial::CgroupHeld { lease, .. } => Some(format!(
+            "release the other lease by `cotenant leases release {lease}`"
+        )),
         Denial::StaleGeneration { .. } => {
             Some("read the lease again, and use its current values".to_owned())
         }

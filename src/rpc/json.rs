@@ -99,7 +99,7 @@ pub fn lease(lease: &v1::Lease) -> Value {
         grant_time = lease.grant_time.as_ref().map(time),
         expire_time = lease.expire_time.as_ref().map(time),
         expires_in = lease.expires_in.as_ref().map(seconds),
-        owner_uid,
+        owner_uid, cgroup,
     )
 }
 

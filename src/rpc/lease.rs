@@ -108,6 +108,33 @@ fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
     }
 }
 
+fn barred(bar: Bar, asked: LeaseRequest) -> CallError {
+    let asker = match &asked.cgroup {
+        Some(cgroup) => format!("control group `{cgroup}`"),
+        None => process(asked.peer.pid),
+    };
+    let cgroup = asked.cgroup.unwrap_or_default();
+    match bar {
+        Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
+            worker: asked.tenant,
+            runs_as,
+            asker,
+        },
+        Bar::OfWorker { worker, runs_as } => CallError::OfAWorker {
+            tenant: asked.tenant,
+            worker,
+            runs_as,
+            asker,
+        },
+        Bar::NoCgroup { mount } => CallError::UnknownCgroup { cgroup, mount },
+        Bar::OurCgroup { worker, runs_as } => CallError::OurCgroup {
+            cgroup,
+            worker,
+            runs_as,
+        },
+    }
+}
+
 #[tonic::async_trait]
 impl LeaseService for Leases {
     type HoldLeaseStream = BoxStream<'static, Result<HoldLeaseResponse, Status>>;
@@ -117,10 +144,18 @@ impl LeaseService for Leases {
         &self,
         request: Request<CreateLeaseRequest>,
     ) -> Result<Response<CreateLeaseResponse>, Status> {
-        let call = self
-            .context
-            .admit("CreateLease", &request, Permission::Lease)?;
+        let needed = match request.get_ref().cgroup.as_str() {
+            "" => Permission::Lease,
+            _ => Permission::Delegate,
+        };
+        let call = self.context.admit("CreateLease", &request, needed)?;
         let message = request.into_inner();
+        let cgroup = convert::cgroup_of(message.cgroup)?;
+        if let Some(cgroup) = cgroup.as_ref().filter(|_| !call.peer.through_path) {
+            let cgroup = cgroup.clone();
+            return Err(CallError::NotThePathSocket { cgroup }.into());
+        }
+        let term = convert::span_of("term", message.term, TERM_MAX)?;
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
         if message.request_id.is_empty() || message.request_id.len() > REQUEST_ID_MAX {
             return convert::refuse(
@@ -138,26 +173,13 @@ impl LeaseService for Leases {
             class: convert::class_of(message.lease_class)?,
             min,
             max,
-            term: convert::span_of("term", message.term, TERM_MAX)?.unwrap_or(TERM_DEFAULT),
+            term: term.or((cgroup.is_none()).then_some(TERM_DEFAULT)),
             wait: call.wait(wait.unwrap_or_default()),
             validate_only: message.validate_only,
+            cgroup,
         };
-        if let Some(bar) = self.context.supervisor.bar(&asked.tenant, call.peer.pid) {
-            let asker = process(call.peer.pid);
-            return Err(match bar {
-                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
-                    worker: asked.tenant,
-                    runs_as,
-                    asker,
-                },
-                Bar::OfWorker { worker, runs_as } => CallError::OfAWorker {
-                    tenant: asked.tenant,
-                    worker,
-                    runs_as,
-                    asker,
-                },
-            }
-            .into());
+        if let Some(bar) = self.context.supervisor.bar(&asked) {
+            return Err(barred(bar, asked).into());
         }
         let answer = self
             .context

@@ -28,6 +28,8 @@ pub struct PeerInfo {
     pub groups: Arc<[u32]>,
     /// Process id; `None` if the process is not visible, for example in another PID namespace.
     pub pid: Option<u32>,
+    /// Whether it came through a path socket, whose file mode restricts callers.
+    pub through_path: bool,
     /// The process itself, protected against reuse of its id.
     pub process: Option<Arc<Process>>,
 }
@@ -49,6 +51,9 @@ impl PeerInfo {
             gid: credentials.gid(),
             groups: peer_groups(stream.as_raw_fd()).unwrap_or_default().into(),
             pid,
+            through_path: stream
+                .local_addr()
+                .is_ok_and(|address| address.as_pathname().is_some()),
             process: pid
                 .and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at))
                 .map(Arc::new),

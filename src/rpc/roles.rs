@@ -8,6 +8,8 @@ pub use cotenant_policy::roles::{Ids, Role};
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Permission {
+    /// Create leases of control groups.
+    Delegate,
     /// Generate text.
     Generate,
     /// Shed, drain, recycle.
@@ -26,6 +28,10 @@ impl Permission {
     pub const fn is_of(self, role: Role) -> bool {
         match role {
             Role::Operator => true,
+            Role::Delegate => matches!(
+                self,
+                Self::Observe | Self::Lease | Self::Generate | Self::Delegate
+            ),
             Role::Tenant => matches!(self, Self::Observe | Self::Lease | Self::Generate),
             Role::Viewer => matches!(self, Self::Observe),
             Role::Watchdog => matches!(self, Self::Observe | Self::Intervene),
@@ -38,8 +44,9 @@ impl Permission {
         match self {
             Self::Observe => "viewer",
             Self::Intervene => "watchdog",
+            Self::Delegate if !remote => "delegate",
             Self::Generate | Self::Lease if !remote => "tenant",
-            Self::Generate | Self::Lease | Self::Operate => "operator",
+            Self::Delegate | Self::Generate | Self::Lease | Self::Operate => "operator",
         }
     }
 }
@@ -47,6 +54,7 @@ impl Permission {
 impl fmt::Display for Permission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
+            Self::Delegate => "create leases of control groups",
             Self::Generate => "generate",
             Self::Intervene => "intervene",
             Self::Lease => "lease",
@@ -65,13 +73,15 @@ fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
             .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
 }
 
-/// Assignment of roles. The first of operator, watchdog, tenant, viewer applies.
+/// Assignment of roles. The first of operator, watchdog, delegate, tenant, viewer applies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roles {
     /// Operators, besides root and the daemon's own user.
     pub operators: Ids,
     /// Watchdogs.
     pub watchdogs: Ids,
+    /// Delegates.
+    pub delegates: Ids,
     /// Tenants.
     pub tenants: Ids,
     /// Viewers.
@@ -89,6 +99,7 @@ impl Roles {
         Self {
             operators: Ids::default(),
             watchdogs: Ids::default(),
+            delegates: Ids::default(),
             tenants: Ids::default(),
             viewers: Ids::default(),
             others: None,
@@ -103,6 +114,8 @@ impl Roles {
             Some(Role::Operator)
         } else if is_among(&self.watchdogs, peer) {
             Some(Role::Watchdog)
+        } else if is_among(&self.delegates, peer) {
+            Some(Role::Delegate)
         } else if is_among(&self.tenants, peer) {
             Some(Role::Tenant)
         } else if is_among(&self.viewers, peer) {
@@ -146,6 +159,25 @@ mod tests {
         );
         roles.others = Some(Role::Viewer);
         assert_eq!(roles.role_of(&peer(5, 5, &[])), Some(Role::Viewer));
+    }
+
+    #[test]
+    fn a_delegate_does_what_a_tenant_does_and_a_tenant_holds_no_control_group() {
+        let mut roles = Roles::new(1000);
+        (roles.delegates.uids, roles.tenants.uids) = (vec![1001], vec![1001]);
+        let role = roles.role_of(&peer(1001, 1001, &[]));
+        assert_eq!(role, Some(Role::Delegate));
+        for permission in [Permission::Observe, Permission::Lease, Permission::Generate] {
+            assert!(permission.is_of(Role::Delegate) && permission.is_of(Role::Tenant));
+        }
+        for (role, delegates) in [
+            (Role::Delegate, true),
+            (Role::Operator, true),
+            (Role::Tenant, false),
+        ] {
+            assert_eq!(Permission::Delegate.is_of(role), delegates, "{role}");
+        }
+        assert!(!Permission::Operate.is_of(Role::Delegate));
     }
 
     #[test]

@@ -12,6 +12,9 @@
 //! | no such worker | NOT_FOUND | `UNKNOWN_WORKER` | ResourceInfo |
 //! | a lease of another run | FAILED_PRECONDITION | `BOOT_ID_CHANGED` | |
 //! | another holder's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
+//! | a control group whose processes count elsewhere | FAILED_PRECONDITION | `CGROUP_HELD` | |
+//! | no such control group | NOT_FOUND | `UNKNOWN_CGROUP` | ResourceInfo |
+//! | a control group, not through the path socket | PERMISSION_DENIED | `PATH_SOCKET_NEEDED` | |
 //! | an old generation | FAILED_PRECONDITION | `STALE_GENERATION` | |
 //! | the peer's role is too weak | PERMISSION_DENIED | `ROLE_MISSING` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
@@ -30,7 +33,7 @@
 //! All have an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers, and `hint` if
 //! the caller can remedy a denial.
 
-use std::{collections::HashMap, fmt::Display, time::Duration};
+use std::{collections::HashMap, fmt::Display, path::PathBuf, time::Duration};
 
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
@@ -103,6 +106,42 @@ pub enum CallError {
         runs_as: u32,
         /// The caller.
         asker: String,
+    },
+    /// A request for a control group through another listener than the path socket.
+    #[error(
+        "cannot grant a lease for control group `{cgroup}`: the call came through an abstract socket, which any process \
+         in the network namespace reaches"
+    )]
+    NotThePathSocket {
+        /// The control group.
+        cgroup: String,
+    },
+    /// No such control group.
+    #[error(
+        "cannot grant a lease for control group `{cgroup}`: {}",
+        .mount.as_ref().map_or_else(
+            || "no hierarchy with the memory controller is mounted".to_owned(),
+            |mount| format!("there is no such group below `{}`", mount.display())
+        )
+    )]
+    UnknownCgroup {
+        /// The control group.
+        cgroup: String,
+        /// Mount point of the hierarchy.
+        mount: Option<PathBuf>,
+    },
+    /// A control group with processes that the supervisor has booked itself.
+    #[error(
+        "cannot grant a lease for control group `{cgroup}`: it contains {}, process {runs_as}, whose memory is booked",
+        .worker.as_ref().map_or_else(|| "the supervisor".to_owned(), |worker| format!("worker `{worker}`"))
+    )]
+    OurCgroup {
+        /// The control group.
+        cgroup: String,
+        /// The worker; `None` for the supervisor itself.
+        worker: Option<String>,
+        /// Its process.
+        runs_as: u32,
     },
     /// An action reserved to the holder of a lease, by another process.
     #[error(
@@ -265,6 +304,16 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             .with("lease", lease)
             .with("uid", uid)
             .with("problem", problem),
+        D::CgroupHeld {
+            tenant,
+            cgroup,
+            held,
+            lease,
+        } => build(Code::FailedPrecondition, "CGROUP_HELD")
+            .with("tenant", tenant)
+            .with("cgroup", cgroup)
+            .with("held", held)
+            .with("lease", lease),
         D::StaleSample {
             tenant,
             asked,
@@ -348,6 +397,27 @@ impl From<CallError> for Status {
                 .with("worker", worker)
                 .with("pid", runs_as)
                 .with("asker", asker),
+            E::NotThePathSocket { cgroup } => build(Code::PermissionDenied, "PATH_SOCKET_NEEDED")
+                .with("cgroup", cgroup)
+                .with(
+                    "hint",
+                    "connect to the path socket, `grpc.socket` of the configuration",
+                ),
+            E::UnknownCgroup { cgroup, .. } => build(Code::NotFound, "UNKNOWN_CGROUP")
+                .resource("cgroup", &cgroup)
+                .with(
+                    "hint",
+                    "`systemctl show -P ControlGroup UNIT` prints the group of a unit",
+                ),
+            E::OurCgroup {
+                cgroup,
+                worker,
+                runs_as,
+            } => build(Code::FailedPrecondition, "CGROUP_HELD")
+                .with("cgroup", cgroup)
+                .with("worker", worker.unwrap_or_default())
+                .with("pid", runs_as)
+                .with("hint", "name a group without processes of the supervisor"),
             E::NotTheHolder {
                 lease,
                 holder,

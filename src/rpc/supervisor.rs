@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    path::PathBuf,
     sync::{Arc, Mutex},
     time::SystemTime,
 };
@@ -11,7 +12,7 @@ use tokio::sync::{broadcast, oneshot, watch};
 use super::{deaths::DeathLog, v1};
 use cotenant_policy::{
     event::{Answer, ChangedKeys, Event},
-    lease::{LeaseId, Ticket},
+    lease::{LeaseId, LeaseRequest, Ticket},
     snapshot::Snapshot,
 };
 use cotenant_units::lock::locked;
@@ -64,9 +65,9 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
 
-    /// Reason to refuse the process `pid` a lease with the name `tenant`, if any: only a worker may use its name, and a
-    /// process that is measured with a worker may use no other.
-    fn bar(&self, _tenant: &str, _pid: Option<u32>) -> Option<Bar> {
+    /// Reason to refuse a lease regardless of memory, if any: only a worker may use its name, a process that is measured
+    /// with a worker may use no other, and a control group must exist and have no process of ours.
+    fn bar(&self, _request: &LeaseRequest) -> Option<Bar> {
         None
     }
 
@@ -75,7 +76,7 @@ pub trait Supervisor: Send + Sync + 'static {
     fn complete(&self, _status: &mut v1::GetStatusResponse) {}
 }
 
-/// Reason why a process cannot have a lease with some name, regardless of free memory.
+/// Reason why a process or control group cannot have a lease with some name, regardless of free memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bar {
     /// The name belongs to a worker that does not include the process.
@@ -87,6 +88,18 @@ pub enum Bar {
     OfWorker {
         /// Its name.
         worker: String,
+        /// Its process.
+        runs_as: u32,
+    },
+    /// There is no such control group.
+    NoCgroup {
+        /// Mount point of the hierarchy; `None` if none has the memory controller.
+        mount: Option<PathBuf>,
+    },
+    /// The control group has processes of the supervisor, or is that of a worker: they have leases of their own.
+    OurCgroup {
+        /// The worker; `None` for the supervisor itself.
+        worker: Option<String>,
         /// Its process.
         runs_as: u32,
     },

@@ -695,6 +695,7 @@ mod tests {
             owner: LeaseOwner {
                 owner_uid: 0,
                 owner_pid: None,
+                cgroup: None,
             },
         }
     }

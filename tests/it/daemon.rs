@@ -5,6 +5,7 @@ mod activation;
 mod bad_input;
 mod behind;
 mod clients;
+mod control_group;
 mod deploy;
 mod drain;
 mod faults;

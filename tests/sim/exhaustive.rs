@@ -269,9 +269,10 @@ impl State {
                         class,
                         min: mib(30),
                         max: mib(60),
-                        term: TERM,
+                        term: Some(TERM),
                         wait: Duration::from_secs(5),
                         validate_only: false,
+                        cgroup: None,
                     },
                 })
             }

@@ -429,9 +429,10 @@ impl Ours<'_, '_> {
                 class: Class::AudioRealtime,
                 min: job.extra(),
                 max: job.extra(),
-                term: Duration::from_secs(60),
+                term: Some(Duration::from_secs(60)),
                 wait: job.until.saturating_since(now),
                 validate_only: false,
+                cgroup: None,
             };
             self.events
                 .push_back(Event::LeaseRequested { ticket, request });

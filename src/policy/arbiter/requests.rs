@@ -1,5 +1,7 @@
 //! Requests of tenants: grant, renewal, resize and release of leases.
 
+use std::path::Path;
+
 use super::{
     context::{Context, above_target},
     serve,
@@ -10,7 +12,7 @@ use crate::{
     denial::{Denial, NotHolder, Problem, Quota},
     event::{Action, Answer, LeaseCall, LeaseResize},
     lease::{LeaseKind, LeaseRequest, Ticket},
-    lease_table::{OF_PROCESS, OF_USER, Phase},
+    lease_table::{OF_CGROUP, OF_PROCESS, OF_USER, Phase},
     params::ENGINE_TENANT,
     state::State,
 };
@@ -25,6 +27,7 @@ pub(super) fn take_request(
     if answer_repeated(cx, ticket, &request)? {
         return Ok(());
     }
+    check_cgroup(cx.state, &request)?;
     check_quota(cx.state, &request)?;
     if request.validate_only {
         return answer_validation(cx, ticket, &request);
@@ -134,21 +137,25 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
         }
     }
     let ours = tenant == ENGINE_TENANT
-        || (state.workers.contains_key(tenant) && !state.asks_for_itself(tenant));
+        || (state.workers.contains_key(tenant)
+            && (request.cgroup.is_some() || !state.asks_for_itself(tenant)));
     let refused =
         |field, value: &dyn ToString, problem| Err(Denial::invalid(tenant, field, value, problem));
     if tenant.is_empty() || tenant.chars().any(char::is_control) {
         return refused("tenant", tenant, Problem::Unprintable);
     } else if ours {
         return refused("tenant", tenant, Problem::OwnHolder);
-    } else if tenant.contains(OF_PROCESS) || tenant.contains(OF_USER) {
+    } else if [OF_PROCESS, OF_USER, OF_CGROUP]
+        .iter()
+        .any(|mark| tenant.contains(mark))
+    {
         let marks = (OF_PROCESS.to_owned(), OF_USER.to_owned());
         return refused("tenant", tenant, Problem::Marked { marks });
     }
     check_sizes(state, tenant, request.min, request.max)?;
     let (least, most, limit) = (limits.term_min, limits.term_max, limits.wait_max);
-    let (term, wait) = (request.term, request.wait);
-    if !(least..=most).contains(&term) {
+    let wait = request.wait;
+    if let Some(term) = request.term.filter(|term| !(least..=most).contains(term)) {
         return refused("term", &TimeSpan(term), Problem::NotBetween { least, most });
     } else if wait > limit {
         return refused("wait", &TimeSpan(wait), Problem::AboveLimit { limit });
@@ -200,6 +207,33 @@ fn check_quota(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     })
 }
 
+/// Refuses a control group that shares processes with the group of another lease or waiting request.
+fn check_cgroup(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
+    let Some(cgroup) = &request.cgroup else {
+        return Ok(());
+    };
+    let leases = state.leases.iter().filter(|(_, lease)| !lease.is_ending());
+    let granted = leases.filter_map(|(id, lease)| Some((id, lease.request.as_ref()?)));
+    let waiting = state.queue.values().filter_map(|want| match &want.kind {
+        WantKind::Lease(other) => Some((want.lease, other)),
+        _ => None,
+    });
+    for (id, other) in granted.chain(waiting) {
+        let held = other.cgroup.as_ref().filter(|held| {
+            Path::new(held).starts_with(cgroup) || Path::new(cgroup).starts_with(held)
+        });
+        if let Some(held) = held {
+            return Err(Denial::CgroupHeld {
+                tenant: request.tenant.clone(),
+                cgroup: cgroup.clone(),
+                held: held.clone(),
+                lease: format!("{}#{}", other.tenant, id.0),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Answers a repeated request: with the same lease, the same place in the queue, or a denial if its id was used for
 /// another request.
 ///
@@ -223,13 +257,13 @@ fn answer_repeated(
     });
     let waiting = cx.queue.values().find_map(|want| match &want.kind {
         WantKind::Lease(other) if same_id(other) => {
-            Some((want.lease, same_content(other, request), other.peer.pid))
+            Some((want.lease, same_content(other, request), other.holder_pid()))
         }
         _ => None,
     });
     match (granted, waiting) {
         (Some((id, true)), _) => cx.answer_lease(ticket, id),
-        (None, Some((lease, true, pid))) if pid == request.peer.pid => {
+        (None, Some((lease, true, pid))) if pid == request.holder_pid() => {
             cx.queue.join(lease, ticket);
         }
         (None, Some((lease, true, pid))) => {
@@ -277,7 +311,8 @@ fn answer_validation(
 
 /// Returns whether two requests are for the same lease, regardless of their processes.
 fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
-    (one.class, one.min, one.max, one.term) == (other.class, other.min, other.max, other.term)
+    (one.class, one.min, one.max, one.term, &one.cgroup)
+        == (other.class, other.min, other.max, other.term, &other.cgroup)
 }
 
 /// Longest name or request id, in bytes.

@@ -149,11 +149,12 @@ fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
         return cx.decide(LeaseDecision::NameTaken { lease });
     }
     let holder = cx.leases.holder_for(&request);
-    let term = request.term.clamp(limits.term_min, limits.term_max);
+    let term = request.term;
+    let term = term.map(|term| term.clamp(limits.term_min, limits.term_max));
     let lease = Lease {
         min: booked.min,
         max: booked.max,
-        expires_at: Some(cx.now + term),
+        expires_at: term.map(|term| cx.now + term),
         ..Lease::of_tenant(request, holder, booked.generation, cx.now)
     };
     if !cx.grant(id, held, lease) {

@@ -23,9 +23,9 @@ pub enum LeaseDecision {
         asked: Bytes,
         free: Bytes,
     },
-    /// The holder's process has ended, and its memory is credited.
+    /// The holder's process has ended, or its control group is gone; its memory is credited.
     #[error(
-        "{lease}{}: its process has ended and its memory is free; {free} is free of {budget}",
+        "{lease}{}: its holder has ended and its memory is free; {free} is free of {budget}",
         with_more(leases - 1)
     )]
     HolderGone {

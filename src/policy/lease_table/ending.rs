@@ -1,7 +1,5 @@
 //! Ends of leases: by release, expiry or exit of the holder; measured, then removed from the ledger.
 
-use std::time::Duration;
-
 use super::{
     Effect, Lease, LeaseTable, Phase, Revocation, Turn, Unacknowledged, VERIFY_POLL, unknown,
 };
@@ -168,7 +166,8 @@ impl LeaseTable {
             let term = lease
                 .request
                 .as_ref()
-                .map_or(Duration::ZERO, |request| request.term);
+                .and_then(|request| request.term)
+                .unwrap_or_default();
             turn.act(Action::EndLease {
                 lease: self.name_of(id),
                 end: LeaseEnd::Expired { term },

@@ -71,8 +71,8 @@ impl Lease {
         let lease = Self::of_ours(&request.tenant, kind, generation, bounds, now);
         Self {
             holder,
-            expires_at: Some(now + request.term),
-            owner: (request.peer.uid, request.peer.pid),
+            expires_at: request.term.map(|term| now + term),
+            owner: (request.peer.uid, request.holder_pid()),
             request: Some(request),
             ..lease
         }
@@ -116,6 +116,7 @@ impl Lease {
             owner: LeaseOwner {
                 owner_uid,
                 owner_pid,
+                cgroup: self.cgroup().map(str::to_owned),
             },
         }
     }
@@ -129,8 +130,15 @@ impl Lease {
         matches!(self.phase, Phase::Residual { .. })
     }
 
+    /// Returns the control group that holds it.
+    pub(crate) fn cgroup(&self) -> Option<&str> {
+        self.request.as_ref()?.cgroup.as_deref()
+    }
+
+    /// Returns whether `peer` acts for the holder: any process of the user does for a control group.
     pub(crate) fn is_owned_by(&self, peer: &Peer) -> bool {
-        self.owner == (peer.uid, peer.pid)
+        let (uid, pid) = self.owner;
+        uid == peer.uid && (pid == peer.pid || self.cgroup().is_some())
     }
 
     /// Returns the target in force.

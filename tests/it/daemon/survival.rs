@@ -27,6 +27,7 @@ async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lea
         max_wait: None,
         kind: LeaseKind::Unspecified.into(),
         validate_only: false,
+        cgroup: String::new(),
     };
     let granted = daemon
         .leases()

@@ -532,7 +532,7 @@ pub(crate) async fn granted(
 }
 
 /// Returns code and reason of an error, which must have both.
-pub(super) fn reason(status: &Status) -> (Code, String) {
+pub(crate) fn reason(status: &Status) -> (Code, String) {
     let info = status
         .get_details_error_info()
         .unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));

@@ -17,17 +17,19 @@ const NEIGHBOUR: u32 = 61_002;
 const VIEWER: u32 = 61_003;
 const WATCHDOG: u32 = 61_004;
 const OTHER_UID: u32 = 61_005;
+const DELEGATE: u32 = 61_006;
 
 fn roles() -> Roles {
     let mut roles = Roles::new(nix::unistd::getuid().as_raw());
     roles.tenants.uids = vec![TENANT, NEIGHBOUR];
     roles.viewers.uids = vec![VIEWER];
     roles.watchdogs.uids = vec![WATCHDOG];
+    roles.delegates.uids = vec![DELEGATE];
     roles
 }
 
 /// Returns the result of each kind of call: `ok`, or the reason of its refusal.
-async fn said(channel: &Channel, uid: u32) -> [String; 6] {
+async fn said(channel: &Channel, uid: u32) -> [String; 7] {
     fn word<T>(result: Result<T, Status>) -> String {
         match result {
             Ok(_) => "ok".to_owned(),
@@ -45,6 +47,10 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
         validate_only: true,
         ..request(&format!("r{uid}"), &format!("t{uid}"), 10)
     };
+    let of_group = v1::CreateLeaseRequest {
+        cgroup: "/camera.service".to_owned(),
+        ..asked.clone()
+    };
     [
         word(operator.get_status(v1::GetStatusRequest {}).await),
         word(leases.list_leases(v1::ListLeasesRequest::default()).await),
@@ -58,6 +64,7 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
                 .await,
         ),
         word(operator.regrow(v1::RegrowRequest {}).await),
+        word(leases.create_lease(of_group).await),
     ]
 }
 
@@ -70,18 +77,19 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
     .await;
     let (ok, no) = ("ok", "ROLE_MISSING");
     // Other reasons, such as a shed without a model, are independent of the caller.
-    for (uid, [status, list, create, generate, shed, regrow]) in [
-        (TENANT, [ok, ok, ok, ok, no, no]),
-        (VIEWER, [ok, ok, no, no, no, no]),
-        (WATCHDOG, [ok, ok, no, no, ok, no]),
-        (OTHER_UID, [no, no, no, no, no, no]),
+    for (uid, [status, list, create, generate, shed, regrow, of_group]) in [
+        (DELEGATE, [ok, ok, ok, ok, no, no, ok]),
+        (TENANT, [ok, ok, ok, ok, no, no, no]),
+        (VIEWER, [ok, ok, no, no, no, no, no]),
+        (WATCHDOG, [ok, ok, no, no, ok, no, no]),
+        (OTHER_UID, [no, no, no, no, no, no, no]),
     ] {
         let Some(channel) = channel_of(&daemon.abstract_name, uid).await else {
             println!("left out: becoming another user needs CAP_SETUID");
             return;
         };
         let said = said(&channel, uid).await;
-        let expected = [status, list, create, generate, shed, regrow];
+        let expected = [status, list, create, generate, shed, regrow, of_group];
         for (said, expected) in said.iter().zip(expected) {
             assert_eq!(
                 said == no,

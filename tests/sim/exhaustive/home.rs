@@ -299,9 +299,10 @@ impl Home {
                         class,
                         min: mib(30),
                         max: mib(40),
-                        term: TERM,
+                        term: Some(TERM),
                         wait: Duration::from_secs(5),
                         validate_only: false,
+                        cgroup: None,
                     },
                 })
             }

@@ -136,13 +136,14 @@ impl World {
             class: CLASSES[self.rng.random_range(0..4)],
             min: Bytes::new(min),
             max: Bytes::new(self.rng.random_range(min..=min * 3)),
-            term: millis(&mut self.rng, 2000, 5000),
+            term: Some(millis(&mut self.rng, 2000, 5000)),
             wait: if self.rng.random_bool(0.3) {
                 Duration::ZERO
             } else {
                 millis(&mut self.rng, 1, 6000)
             },
             validate_only: self.rng.random_bool(0.05),
+            cgroup: None,
         };
         if strange {
             match self.rng.random_range(0..6) {
@@ -150,7 +151,7 @@ impl World {
                 1 => request.max = Bytes::MAX,
                 2 => request.min = Bytes::MAX,
                 3 => request.tenant = "llm".to_owned(),
-                4 => request.term = Duration::MAX,
+                4 => request.term = Some(Duration::MAX),
                 _ => request.request_id = "x".repeat(4096),
             }
         }

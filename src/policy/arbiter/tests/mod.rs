@@ -16,6 +16,7 @@ macro_rules! acts {
     };
 }
 
+mod cgroup;
 mod chunk;
 mod engine;
 mod golden;
@@ -530,9 +531,10 @@ pub(super) fn request(
         class,
         min: mib(min),
         max: mib(max),
-        term: Duration::from_secs(10),
+        term: Some(Duration::from_secs(10)),
         wait: ms(wait_ms),
         validate_only: false,
+        cgroup: None,
     }
 }
 
