@@ -51,7 +51,7 @@ pub enum ConfigJsonErrorKind {
     #[error("it is not JSON")]
     Json(#[source] serde_json::Error),
     /// The engine does not support the family.
-    #[error("`model_type` is `{found}`; known are gemma3, llama, phi3, qwen2, qwen3 and qwen3_5")]
+    #[error("`model_type` is `{found}`; known are {}", families())]
     Family {
         /// The family.
         found: String,
@@ -190,16 +190,9 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             .map(str::to_owned)
     };
     let family = named(config).or_else(|| named(&whole)).unwrap_or_default();
-    let architecture = match family.as_str() {
-        "gemma3" | "gemma3_text" => Architecture::Gemma3,
-        "llama" => Architecture::Llama,
-        "phi3" => Architecture::Phi3,
-        "qwen2" => Architecture::Qwen2,
-        "qwen3" => Architecture::Qwen3,
-        "qwen3_moe" => Architecture::Qwen3Moe,
-        "qwen3_5" | "qwen3_5_text" => Architecture::Qwen35,
-        "qwen3_5_moe" | "qwen3_5_moe_text" => Architecture::Qwen35Moe,
-        _ => return Err(ConfigJsonErrorKind::Family { found: family }),
+    let name = family.strip_suffix("_text").unwrap_or(&family);
+    let Some((_, architecture)) = FAMILIES.into_iter().find(|(known, _)| *known == name) else {
+        return Err(ConfigJsonErrorKind::Family { found: family });
     };
     let read = Dimensions(config);
     let heads = read.number("num_attention_heads", 1024)?;
@@ -240,9 +233,13 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         rotary_base: 10_000.0,
         windows: match architecture {
             // Defaults of the library for keys missing from the file.
-            Architecture::Gemma3 => (
+            Architecture::Gemma2 | Architecture::Gemma3 => (
                 read.optional("sliding_window", 1 << 24)?.unwrap_or(4096),
-                read.pattern()?,
+                read.pattern(if architecture == Architecture::Gemma2 {
+                    2
+                } else {
+                    6
+                })?,
             ),
             _ => (0, 0),
         },
@@ -262,7 +259,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         {
             Some(tied) => tied.as_bool().unwrap_or(false),
             // The library's own default, on which Gemma's files rely.
-            None => architecture == Architecture::Gemma3,
+            None => matches!(architecture, Architecture::Gemma2 | Architecture::Gemma3),
         },
         nextn: 0,
         types,
@@ -279,6 +276,29 @@ fn rotated(head_dim: u32, part: f64) -> u32 {
     (f64::from(head_dim) * part) as u32
 }
 
+fn families() -> String {
+    let names = FAMILIES.map(|(name, _)| name);
+    names.join(", ")
+}
+
+/// Families by their `model_type`, without the ending of a text model's section.
+const FAMILIES: [(&str, Architecture); 14] = [
+    ("gemma2", Architecture::Gemma2),
+    ("gemma3", Architecture::Gemma3),
+    ("granite", Architecture::Granite),
+    ("llama", Architecture::Llama),
+    ("mistral", Architecture::Llama),
+    ("olmo2", Architecture::Olmo2),
+    ("phi3", Architecture::Phi3),
+    ("qwen2", Architecture::Qwen2),
+    ("qwen3", Architecture::Qwen3),
+    ("qwen3_5", Architecture::Qwen35),
+    ("qwen3_5_moe", Architecture::Qwen35Moe),
+    ("qwen3_moe", Architecture::Qwen3Moe),
+    ("smollm3", Architecture::SmolLm3),
+    ("stablelm", Architecture::StableLm),
+];
+
 /// Integers of a configuration.
 struct Dimensions<'a>(&'a Value);
 
@@ -289,7 +309,7 @@ impl Dimensions<'_> {
     }
 
     /// Interval of layers that see all tokens, from a number or from the kinds of layers.
-    fn pattern(&self) -> Result<u32, ConfigJsonErrorKind> {
+    fn pattern(&self, usual: u32) -> Result<u32, ConfigJsonErrorKind> {
         let kinds = self.0.get("layer_types").and_then(Value::as_array);
         let first = kinds.and_then(|kinds| {
             kinds
@@ -299,7 +319,9 @@ impl Dimensions<'_> {
         let listed = first.and_then(|first| u32::try_from(first + 1).ok());
         Ok(match listed {
             Some(listed) => listed,
-            None => self.optional("sliding_window_pattern", 512)?.unwrap_or(6),
+            None => self
+                .optional("sliding_window_pattern", 512)?
+                .unwrap_or(usual),
         })
     }
 
@@ -350,6 +372,12 @@ mod tests {
     const LLAMA_3_2_3B: &str = r#"{"model_type": "llama", "num_hidden_layers": 28, "hidden_size": 3072,
         "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": true}"#;
+    const GEMMA_2_2B: &str = r#"{"model_type": "gemma2", "num_hidden_layers": 26, "hidden_size": 2304,
+        "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window": 4096}"#;
+    const STABLELM_2_1_6B: &str = r#"{"model_type": "stablelm", "num_hidden_layers": 24, "hidden_size": 2048,
+        "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+        "max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "tie_word_embeddings": false}"#;
     const QWEN3_5_4B: &str = r#"{"model_type": "qwen3_5", "tie_word_embeddings": true, "text_config": {
         "model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 2560, "intermediate_size": 9216,
         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
@@ -425,9 +453,12 @@ mod tests {
     #[test]
     fn parameters_and_weights_are_those_of_the_model_card() {
         for (text, parameters, weights) in [
-            // Billions of parameters in hundredths, and MiB of a Q4_K_M file (4.58 GiB, 1.87 GiB published).
+            // Billions of parameters in hundredths, and MiB of a Q4_K_M file (published: 4.58 GiB, 1.87 GiB, 1.71 GB,
+            // 1.03 GB).
             (LLAMA_3_8B, 803, 4690),
             (LLAMA_3_2_3B, 321, 1920),
+            (GEMMA_2_2B, 261, 1630),
+            (STABLELM_2_1_6B, 164, 983),
         ] {
             let inspected = inspect(text);
             let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
