@@ -103,7 +103,7 @@ fn params(device: &Device<'_>) -> Params {
 /// Memory requested and granted for a request.
 enum Need {
     Asked(Ticket),
-    Granted(LeaseView),
+    Granted(Box<LeaseView>),
     Denied,
 }
 
@@ -459,7 +459,7 @@ impl Ours<'_, '_> {
                     need.filter(|need| matches!(need, Need::Asked(asked) if *asked == ticket));
                 if let Some(need) = asked.next() {
                     *need = match answer {
-                        Answer::Lease { lease } => Need::Granted(lease),
+                        Answer::Lease { lease } => Need::Granted(Box::new(lease)),
                         _ => Need::Denied,
                     };
                 }
