@@ -395,7 +395,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Qwen35Moe, GgmlDType::Q8_0, 4),
         (Architecture::Lfm2, GgmlDType::F32, 4),
         (Architecture::Lfm2Moe, GgmlDType::Q8_0, 4),
-        (Architecture::Gemma2, GgmlDType::Q8_0, 2),
+        (Architecture::Gemma2, GgmlDType::Q8_0, 7),
         (Architecture::Gemma3, GgmlDType::Q8_0, 7),
         (Architecture::StableLm, GgmlDType::Q8_0, 2),
     ] {
