@@ -64,7 +64,7 @@ folder=$(dirname \"$0\")
 start() {{ ( \"{PROGRAM}\" worker ballast \"$1\" </dev/null >/dev/null 2>&1 & echo $! >\"$folder/$2\" ) }}
 if [ \"$1\" = serve ] && [ ! -e \"$folder/member\" ]; then
     start 96MiB member
-    start 64MiB unmanaged
+    start 160MiB unmanaged
     cat \"$folder/member\" >{}/cgroup.procs
 fi
 exec \"{PROGRAM}\" \"$@\"
@@ -91,10 +91,10 @@ async fn a_control_group_is_measured_once_beyond_a_restart_until_it_is_removed()
         Ok(made) => made,
         Err(reason) => return println!("left out: {reason}"),
     };
-    let mut installation = Installation::new(&budget(400));
+    let mut installation = Installation::new(&budget(600));
     with_neighbours(&mut installation, &made);
     let daemon = installation.start().await;
-    let are_seen = |status: &GetStatusResponse| unaccounted(status) >= 120;
+    let are_seen = |status: &GetStatusResponse| unaccounted(status) >= 200;
     daemon
         .until("both neighbours are unaccounted", are_seen)
         .await;
@@ -106,8 +106,10 @@ async fn a_control_group_is_measured_once_beyond_a_restart_until_it_is_removed()
         let used = of_camera(status).and_then(|lease| lease.used_bytes);
         used.is_some_and(|used| (96..120).contains(&(used / MIB)))
     };
+    // Both have 256 MiB, and the lease 120 of them: what is left is the other neighbour's. If the group counted twice, it
+    // would be 200 and more, and nothing if the other one counted for the lease.
     let counts_once = |status: &GetStatusResponse| {
-        is_measured(status) && (20..100).contains(&unaccounted(status))
+        is_measured(status) && (60..170).contains(&unaccounted(status))
     };
     let status = daemon
         .until("it counts for the lease alone", counts_once)
