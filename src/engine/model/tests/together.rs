@@ -95,10 +95,12 @@ impl House {
                 let prompt = [text(0, 80), text(seed, length)].concat();
                 let needed = u32::try_from(prompt.len()).unwrap();
                 let aside = self.model.aside_takes().get();
-                let held = self.model.held().get() + needed + 2 * 64 + 2 * aside;
+                let wanted = self.model.held().get() + needed + 2 * 64 + 2 * aside;
                 let kind = self.model.plan().kv_type;
                 let chunk = self.model.plan().prefill_chunk.get();
-                self.model.apply(&plan_of(2, held, chunk, kind)).unwrap();
+                self.model.apply(&plan_of(2, wanted, chunk, kind)).unwrap();
+                // States and windows of lanes may take the whole of the longest context.
+                let is_short = self.model.plan().kv_capacity.get() < wanted;
                 let asked = Asked {
                     client: None,
                     prompt: &prompt,
@@ -117,12 +119,16 @@ impl House {
                     ) {
                         read += slice.len();
                     } else {
-                        self.model.forward(slice, &mut || Flow::Continue).unwrap();
-                        read += slice.len();
+                        match self.model.forward(slice, &mut || Flow::Continue) {
+                            Ok(_) => read += slice.len(),
+                            Err(error) => return self.give_up(is_short, &error),
+                        }
                     }
                 }
-                let logits = self.model.forward(rest, &mut || Flow::Continue).unwrap();
-                let logits = logits.to_vec();
+                let logits = match self.model.forward(rest, &mut || Flow::Continue) {
+                    Ok(logits) => logits.to_vec(),
+                    Err(error) => return self.give_up(is_short, &error),
+                };
                 self.model.expect(0);
                 if kind == KvType::F16 {
                     assert!(self.expected(&prompt) == logits, "a prompt");
@@ -206,6 +212,16 @@ impl House {
             "{held:?}"
         );
         assert!(self.model.kernel_resident() <= held.used(), "{held:?}");
+    }
+
+    /// Ends a prompt for which there is no capacity, which happens only if the model has too little (`is_short`).
+    fn give_up(&mut self, is_short: bool, error: &ForwardError) {
+        assert!(
+            is_short && matches!(error, ForwardError::KvFull { .. }),
+            "{error}"
+        );
+        self.model.expect(0);
+        self.model.reset();
     }
 
     /// Makes a speaker's answer a lane; this fails only without capacity for a copy.
