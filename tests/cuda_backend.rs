@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 9] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 10] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -421,6 +421,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 9] = [
     (
         Architecture::Gemma2,
         "its attention scores are capped, which no kernel supports",
+    ),
+    (
+        Architecture::Gemma4,
+        "its values are normalised and layers have inputs of their own, which no kernel supports",
     ),
     (
         Architecture::Lfm2,

@@ -12,7 +12,7 @@ use std::{
 use cotenant_engine::{
     gguf::GgmlDType,
     spec::Architecture,
-    synthetic::{ALIGNMENT, Draw, Entry, Synthetic, Tensor, TypeMix, header_of},
+    synthetic::{ALIGNMENT, Draw, Entry, Gemma4, Synthetic, Tensor, TypeMix, header_of},
 };
 
 /// Models with weights.
@@ -46,7 +46,7 @@ impl Weights for Synthetic {
             rotary_base: 10_000.0,
             // Few tokens, so that windows matter in short tests.
             windows: match architecture {
-                Architecture::Gemma2 | Architecture::Gemma3 => (6, 2),
+                Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Gemma4 => (6, 2),
                 Architecture::Olmo2 => (6, 4),
                 _ => (0, 0),
             },
@@ -57,6 +57,15 @@ impl Weights for Synthetic {
                 | Architecture::Qwen35Moe
                 | Architecture::Qwen3VlMoe => (8, 2),
                 _ => (0, 0),
+            },
+            gemma4: match architecture {
+                Architecture::Gemma4 => Gemma4 {
+                    layer_inputs: 256,
+                    borrowing: 2,
+                    doubled: true,
+                    local_kv_heads: 2,
+                },
+                _ => Gemma4::NONE,
             },
             vocabulary: 320,
             context_max: 4096,

@@ -19,7 +19,7 @@ use super::{
     error::{LoadError, LoadErrorKind},
     protocol::Inspected,
     spec::Architecture,
-    synthetic::{Synthetic, TypeMix},
+    synthetic::{Gemma4, Synthetic, TypeMix},
     tensor_group::{NamedTensor, TensorGroup},
 };
 use cotenant_units::Bytes;
@@ -197,10 +197,22 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
     let read = Dimensions(config);
     let heads = read.number("num_attention_heads", 1024)?;
     let width = read.number("hidden_size", WIDTH_MAX)?;
-    let head_dim = match read.optional("head_dim", 1024)? {
+    let gemma4 = architecture == Architecture::Gemma4;
+    let whole_dim = if gemma4 {
+        "global_head_dim"
+    } else {
+        "head_dim"
+    };
+    let head_dim = match read.optional(whole_dim, 1024)? {
         Some(dim) => dim,
         None => width / heads.max(1),
     };
+    let kv_heads = read.optional("num_key_value_heads", 1024)?.unwrap_or(heads);
+    if let Some(Value::Bool(true)) = config.get("enable_moe_block") {
+        return Err(ConfigJsonErrorKind::Family {
+            found: format!("{family} with experts"),
+        });
+    }
     let recurrent = match architecture {
         Architecture::Qwen35 | Architecture::Qwen35Moe => (
             read.number("linear_num_key_heads", 1024)?,
@@ -224,7 +236,12 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             _ => read.number("intermediate_size", WIDTH_MAX)?,
         },
         heads,
-        kv_heads: read.optional("num_key_value_heads", 1024)?.unwrap_or(heads),
+        kv_heads: match gemma4 {
+            true => read
+                .optional("num_global_key_value_heads", 1024)?
+                .unwrap_or(kv_heads),
+            false => kv_heads,
+        },
         head_dim,
         rotary: match part {
             Some(part) if (0.0..1.0).contains(&part) => rotated(head_dim, part),
@@ -241,6 +258,10 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
                     6
                 })?,
             ),
+            Architecture::Gemma4 => (
+                read.optional("sliding_window", 1 << 24)?.unwrap_or(512),
+                read.pattern(5)?,
+            ),
             _ => (0, 0),
         },
         recurrent,
@@ -251,6 +272,17 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             ),
             _ => (0, 0),
         },
+        gemma4: match gemma4 {
+            true => Gemma4 {
+                layer_inputs: read
+                    .whole("hidden_size_per_layer_input", WIDTH_MAX)?
+                    .unwrap_or(256),
+                borrowing: read.whole("num_kv_shared_layers", 512)?.unwrap_or(20),
+                doubled: config.get("use_double_wide_mlp") != Some(&Value::Bool(false)),
+                local_kv_heads: kv_heads,
+            },
+            false => Gemma4::NONE,
+        },
         vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
         context_max: read.number("max_position_embeddings", 1 << 24)?,
         tied: match config
@@ -259,7 +291,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         {
             Some(tied) => tied.as_bool().unwrap_or(false),
             // The library's own default, on which Gemma's files rely.
-            None => matches!(architecture, Architecture::Gemma2 | Architecture::Gemma3),
+            None => architecture.is_gemma(),
         },
         nextn: 0,
         types,
@@ -282,9 +314,10 @@ fn families() -> String {
 }
 
 /// Families by their `model_type`, without the ending of a text model's section.
-const FAMILIES: [(&str, Architecture); 14] = [
+const FAMILIES: [(&str, Architecture); 15] = [
     ("gemma2", Architecture::Gemma2),
     ("gemma3", Architecture::Gemma3),
+    ("gemma4", Architecture::Gemma4),
     ("granite", Architecture::Granite),
     ("llama", Architecture::Llama),
     ("mistral", Architecture::Llama),
@@ -323,6 +356,14 @@ impl Dimensions<'_> {
                 .optional("sliding_window_pattern", 512)?
                 .unwrap_or(usual),
         })
+    }
+
+    /// As [`Self::optional`], where zero stands for none.
+    fn whole(&self, key: &'static str, most: u32) -> Result<Option<u32>, ConfigJsonErrorKind> {
+        match self.0.get(key).and_then(Value::as_u64) {
+            Some(0) => Ok(Some(0)),
+            _ => self.optional(key, most),
+        }
     }
 
     fn optional(&self, key: &'static str, most: u32) -> Result<Option<u32>, ConfigJsonErrorKind> {
@@ -448,6 +489,39 @@ mod tests {
             "{}",
             whole + windows
         );
+    }
+
+    /// llama.cpp counts 4.65 and 7.52 thousand million, with keys and values of layers that use those of others: 0.02 and
+    /// 0.06. 15 of 35 layers of E2B have their own, of which three keep all tokens: one head of 512 elements each.
+    #[test]
+    fn gemma_4_e2b_and_e4b_have_the_parameters_that_llama_cpp_counts_and_keep_few_keys() {
+        const E2B: &str = r#"{"model_type": "gemma4", "text_config": {"model_type": "gemma4_text",
+            "num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8,
+            "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": 20,
+            "hidden_size_per_layer_input": 256, "sliding_window": 512, "vocab_size": 262144,
+            "max_position_embeddings": 131072}}"#;
+        let shape = inspect(E2B);
+        let elements: u64 = shape.tensors.iter().map(|group| group.elements).sum();
+        assert_eq!(elements / 10_000_000, 462);
+        let kv = shape.shape.kv;
+        assert_eq!((kv.attention_layers, kv.windowed_layers()), (15, 12));
+        assert_eq!(kv.bytes_per_token(KvType::F16), Bytes::from_kib(6));
+        let e4b = E2B
+            .replace("\"num_hidden_layers\": 35", "\"num_hidden_layers\": 42")
+            .replace("1536", "2560")
+            .replace("6144", "10240")
+            .replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")
+            .replace(
+                "\"num_kv_shared_layers\": 20",
+                "\"num_kv_shared_layers\": 18, \"use_double_wide_mlp\": false",
+            )
+            .replace("\"vocab_size\"", "\"layer_types\": [\"a\", \"a\", \"a\", \"a\", \"a\", \"full_attention\"], \"vocab_size\"");
+        let elements: u64 = inspect(&e4b)
+            .tensors
+            .iter()
+            .map(|group| group.elements)
+            .sum();
+        assert_eq!(elements / 10_000_000, 746);
     }
 
     #[test]

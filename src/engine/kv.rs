@@ -790,6 +790,7 @@ mod tests {
             windowed: Some(WindowedKv {
                 layers: 2,
                 blocks: 5,
+                heads: None,
             }),
             ..shape(64, page())
         };

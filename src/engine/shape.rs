@@ -7,7 +7,7 @@ use super::{
     gguf::{GgmlDType, Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
-    spec::{ExpertSpec, LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
+    spec::{AttentionSpec, ExpertSpec, LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
 };
 use cotenant_policy::{
     kv_type::KvType,
@@ -142,8 +142,10 @@ pub struct Widths {
     pub mixed: usize,
     /// Outputs of the experts of a mixture.
     pub experts: usize,
-    /// Sines and cosines, doubled if some layers rotate differently.
+    /// Sines and cosines, of both kinds if some layers rotate differently.
     pub rotary: usize,
+    /// Inputs of their own for all layers, and the embedding to which they add.
+    pub inputs: usize,
     /// The longest matrix row, which bounds quantisation.
     pub columns: usize,
 }
@@ -377,12 +379,12 @@ impl Slab {
     }
 }
 
-/// Matrices of a layer that are resident together, in the order of use: the mixer, gate and up, down, each with its
-/// preceding matrices if they are small.
+/// Matrices of a layer that are resident together, in the order of use: the mixer, gate and up, down and those of the
+/// layer's own input, each with its preceding matrices if they are small.
 fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     let group_of = |role: Role| match role {
         Role::FfnGate | Role::FfnUp => 1,
-        Role::FfnDown => 2,
+        Role::FfnDown | Role::LayerGate | Role::LayerInput | Role::LayerOutput => 2,
         // They have parts of their own.
         Role::ExpertDown | Role::ExpertGate | Role::ExpertUp => 3,
         _ => 0,
@@ -572,15 +574,18 @@ impl FixedLayout {
 impl Widths {
     fn of(spec: &Spec) -> Self {
         let attention = &spec.attention;
-        let query = attention.heads * attention.head_dim;
-        let kv = attention.kv_heads * attention.head_dim;
+        let most = |of: fn(&AttentionSpec) -> usize| attention.kinds().map(|kind| of(&kind)).max();
+        let query = most(AttentionSpec::query).unwrap_or(0);
+        let kv = most(AttentionSpec::kv).unwrap_or(0);
+        let projected = most(AttentionSpec::projected).unwrap_or(0);
         let attends = spec.attention_layers() > 0;
+        let inputs = spec.layer_inputs.as_ref();
         let of = |width: fn(&RecurrentSpec) -> usize| spec.recurrent.as_ref().map_or(0, width);
         let (values, heads) = (of(RecurrentSpec::values), of(RecurrentSpec::value_heads));
-        let projected = if attention.gated { 2 * query } else { query };
         let experts = spec.experts;
         let ff = experts
             .map_or(0, |experts| experts.inner)
+            .max(inputs.map_or(0, |inputs| inputs.width))
             .max(spec.feed_forward);
         let shared = usize::from(experts.is_some_and(|experts| experts.shared > 0));
         Self {
@@ -595,11 +600,11 @@ impl Widths {
                 .max(of(RecurrentSpec::scratch))
                 .max(experts.map_or(0, |_| spec.width)),
             experts: experts.map_or(0, |experts| (experts.used + shared) * spec.width),
-            rotary: match (attends, attention.local) {
-                (false, _) => 0,
-                (true, None) => attention.rotary,
-                (true, Some(_)) => 2 * attention.rotary,
+            rotary: match attends {
+                true => attention.kinds().map(|kind| kind.rotary).sum(),
+                false => 0,
             },
+            inputs: inputs.map_or(0, |inputs| spec.layers.len() * inputs.width + spec.width),
             columns: spec.width.max(query).max(values).max(ff),
         }
     }
@@ -614,7 +619,8 @@ impl Widths {
             + self.fourth
             + self.mixed
             + self.experts
-            + self.rotary;
+            + self.rotary
+            + self.inputs;
         Bytes::of_len(elements * 4)
     }
 }
@@ -627,8 +633,12 @@ pub fn kv_shape(spec: &Spec) -> KvShape {
 
 /// The same for this page size of the kernel.
 fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
+    let own = spec
+        .layers
+        .iter()
+        .filter(|layer| layer.kind == LayerKind::Attention && !layer.borrows);
     let mut shape = KvShape {
-        attention_layers: narrow(spec.attention_layers()),
+        attention_layers: narrow(own.clone().count()),
         kv_heads: narrow(spec.attention.kv_heads),
         head_dim: narrow(spec.attention.head_dim),
         element_bytes: 2,
@@ -636,11 +646,9 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         block_tokens: KV_BLOCK_TOKENS,
         windowed: None,
     };
-    let windows: Vec<usize> = spec
-        .layers
-        .iter()
-        .filter_map(|layer| spec.window(layer))
-        .collect();
+    let windows: Vec<usize> = own.filter_map(|layer| spec.window(layer)).collect();
+    let heads_of = |kind: &AttentionSpec| (narrow(kind.kv_heads), narrow(kind.head_dim));
+    let heads = heads_of(&spec.attention.of_layers(true));
     let windowed = |block_tokens: Tokens| {
         let tokens = narrow(
             windows
@@ -653,6 +661,7 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         Some(WindowedKv {
             layers: narrow(windows.len()),
             blocks: tokens.div_ceil(block_tokens.get()).saturating_add(1),
+            heads: Some(heads).filter(|heads| *heads != heads_of(&spec.attention)),
         })
     };
     shape.windowed = windowed(shape.block_tokens);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use self::{
     keys::Keys,
-    layers::LayerBuilder,
+    layers::{LAYER_INPUT_NORM, LAYER_PROJECTION, LayerBuilder},
     limits::{WIDTH_MAX, len, root},
     rotary::Rotary,
     tensors::{bad_shape, tensor, vector},
@@ -28,8 +28,8 @@ mod tensors;
 
 pub(super) use family::HeadNorms;
 pub use family::{
-    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerSpec,
-    LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores, Temperature, Vector,
+    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
+    LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores, Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -41,7 +41,7 @@ pub struct Spec {
     pub architecture: Architecture,
     /// Width of the residual stream.
     pub width: usize,
-    /// Width of the feed-forward part.
+    /// Width of the feed-forward part; of the widest one if it differs by layer.
     pub feed_forward: usize,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
@@ -67,6 +67,8 @@ pub struct Spec {
     pub recurrent: Option<RecurrentSpec>,
     /// The mixture of experts in place of each layer's feed-forward part, if any.
     pub experts: Option<ExpertSpec>,
+    /// Inputs of their own for layers, if they have them.
+    pub layer_inputs: Option<LayerInputs>,
     /// The layers, first to last, without multi-token-prediction blocks.
     pub layers: Vec<LayerSpec>,
     /// Rows of input embeddings.
@@ -201,10 +203,10 @@ impl Spec {
         };
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let experts = keys.experts(architecture, depth)?;
-        let feed_forward = match &experts {
-            Some(experts) if experts.shared > 0 => experts.shared,
-            Some(experts) if experts.dense == 0 => experts.inner,
-            _ => keys.count_of_layers("feed_forward_length", WIDTH_MAX)?,
+        let feed_forward_of = |layer| match &experts {
+            Some(experts) if experts.shared > 0 => Ok(experts.shared),
+            Some(experts) if experts.dense == 0 => Ok(experts.inner),
+            _ => keys.count_of_layer("feed_forward_length", WIDTH_MAX, layer),
         };
         let rotary = keys.rotary(width)?;
         keys.check_sections(rotary)?;
@@ -256,13 +258,18 @@ impl Spec {
             Some(_) => Some(vector(header, "output.bias", &[vocabulary])?),
             None => None,
         };
-        let mut layers = Vec::new();
+        let layer_inputs = keys.layer_inputs(architecture, depth, vocabulary)?;
+        let own = depth - keys.borrowing(architecture, depth)?;
+        let (mut layers, mut widest) = (Vec::new(), 0);
         for index in 0..depth {
+            let feed_forward = feed_forward_of(index)?;
+            widest = feed_forward.max(widest);
             let builder = LayerBuilder {
                 header,
                 prefix: format!("blk.{index}."),
                 width,
                 feed_forward,
+                input: layer_inputs.as_ref().map(|inputs| (index, inputs.width)),
                 experts: experts.as_ref().filter(|experts| index >= experts.dense),
                 attention: &attention,
             };
@@ -272,12 +279,13 @@ impl Spec {
                 None => builder.attention(
                     architecture,
                     attention.local.is_some() && keys.is_local(architecture, index),
+                    index >= own,
                 )?,
             };
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
         }
-        refuse_stray(header, architecture)?;
+        refuse_stray(header, architecture, layer_inputs.as_ref())?;
         let epsilon = match architecture.centres() {
             true => "attention.layer_norm_epsilon",
             false => "attention.layer_norm_rms_epsilon",
@@ -285,7 +293,7 @@ impl Spec {
         Ok(Self {
             architecture,
             width,
-            feed_forward,
+            feed_forward: widest,
             vocabulary,
             context_max: keys.context()?,
             epsilon: header
@@ -314,7 +322,7 @@ impl Spec {
             },
             logit_cap: match architecture {
                 Architecture::Gemma2 => Some(keys.factor("final_logit_softcapping", LOGIT_CAP)?),
-                Architecture::Gemma3 => header
+                Architecture::Gemma3 | Architecture::Gemma4 => header
                     .f32(&keys.full("final_logit_softcapping"))
                     .filter(|&cap| cap != 0.0),
                 _ => None,
@@ -322,6 +330,7 @@ impl Spec {
             attention,
             recurrent,
             experts,
+            layer_inputs,
             layers,
             said: None,
             tied: head.is_none(),
@@ -350,6 +359,15 @@ impl Spec {
         local.window
     }
 
+    /// Length of a token's embeddings for all layers in the file, if they have them.
+    #[must_use]
+    pub fn layer_inputs_row(&self) -> usize {
+        self.layer_inputs.as_ref().map_or(0, |inputs| {
+            let dtype = inputs.table.dtype;
+            self.layers.len() * inputs.width / dtype.block_size() * dtype.type_size()
+        })
+    }
+
     /// Number of attention layers.
     #[must_use]
     pub fn attention_layers(&self) -> usize {
@@ -371,8 +389,15 @@ impl Spec {
 
 /// An ignored tensor, such as a bias, a scale or an expert, would silently change every answer.
 fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<(), LoadErrorKind> {
+    // Some converters keep the unused keys and values of layers that use those of another.
+    let is_unused = |name: &str| {
+        let parts = ["attn_k.", "attn_k_norm.", "attn_v."];
+        let part = name.strip_prefix(prefix);
+        layer.borrows && part.is_some_and(|part| parts.iter().any(|known| part.starts_with(known)))
+    };
     let stray = header.tensors().find(|info| {
         info.name.starts_with(prefix)
+            && !is_unused(&info.name)
             && !layer
                 .matrices
                 .iter()
@@ -392,12 +417,30 @@ fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<()
 }
 
 /// The same for tensors outside layers.
-fn refuse_stray(header: &Header, architecture: Architecture) -> Result<(), LoadErrorKind> {
+fn refuse_stray(
+    header: &Header,
+    architecture: Architecture,
+    inputs: Option<&LayerInputs>,
+) -> Result<(), LoadErrorKind> {
+    let of_inputs = |inputs: &LayerInputs| {
+        let table = inputs.table.name.clone();
+        [
+            table,
+            LAYER_PROJECTION.to_owned(),
+            LAYER_INPUT_NORM.to_owned(),
+        ]
+    };
+    let of_inputs = inputs
+        .map(of_inputs)
+        .into_iter()
+        .flatten()
+        .collect::<Vec<_>>();
     let stray = header.tensors().find(|info| {
         let name = info.name.as_str();
         let beside = ["blk.", "mtp."].iter().chain(&VISION);
         let bias = architecture.centres().then_some(OUTPUT_NORM_BIAS);
         !OUTSIDE_LAYERS.contains(&name)
+            && of_inputs.iter().all(|known| known != name)
             && bias != Some(name)
             && !beside.into_iter().any(|prefix| name.starts_with(prefix))
     });

@@ -34,12 +34,14 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
-    /// Tokens of a sliding window, and the interval of layers without one (`gemma2`, `gemma3`, `olmo2`).
+    /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `olmo2`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
     /// Experts of each layer, and those that a token uses; none if zero.
     pub experts: (u32, u32),
+    /// Parts of Gemma 4 that other families do not have.
+    pub gemma4: Gemma4,
     /// Tokens of the vocabulary; at least 260.
     pub vocabulary: u32,
     /// Longest context in the header.
@@ -52,6 +54,29 @@ pub struct Synthetic {
     pub types: TypeMix,
     /// Seed of the weights.
     pub seed: u64,
+}
+
+/// Parts of Gemma 4 that other families do not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gemma4 {
+    /// Elements of each layer's own input; if zero, values are keys in layers without a window.
+    pub layer_inputs: u32,
+    /// Last layers without keys of their own.
+    pub borrowing: u32,
+    /// Whether the feed-forward parts of those are twice as wide.
+    pub doubled: bool,
+    /// Key and value heads of layers with a window.
+    pub local_kv_heads: u32,
+}
+
+impl Gemma4 {
+    /// Those of other families.
+    pub const NONE: Self = Self {
+        layer_inputs: 0,
+        borrowing: 0,
+        doubled: false,
+        local_kv_heads: 0,
+    };
 }
 
 /// Types of a model's matrices.
@@ -111,6 +136,7 @@ impl Synthetic {
             windows: (0, 0),
             recurrent: (16, 16, 128),
             experts: (0, 0),
+            gemma4: Gemma4::NONE,
             vocabulary: 248_320,
             context_max: 262_144,
             tied: true,
@@ -167,6 +193,7 @@ impl Synthetic {
             windows: (0, 0),
             recurrent: (0, 0, 0),
             experts: (0, 0),
+            gemma4: Gemma4::NONE,
             vocabulary: 151_936,
             context_max: 40_960,
             tied: true,
@@ -208,6 +235,7 @@ impl Synthetic {
             windows: (0, 0),
             recurrent: (0, 0, 0),
             experts: (0, 0),
+            gemma4: Gemma4::NONE,
             vocabulary: 128_256,
             context_max: 131_072,
             tied: true,
@@ -259,7 +287,9 @@ impl Synthetic {
         put("block_count", Entry::Uint(self.layers + self.nextn));
         put("context_length", Entry::Uint(self.context_max));
         put("embedding_length", Entry::Uint(self.width));
-        put("feed_forward_length", Entry::Uint(self.feed_forward));
+        if self.architecture != Architecture::Gemma4 {
+            put("feed_forward_length", Entry::Uint(self.feed_forward));
+        }
         if self.experts.0 > 0 {
             put("expert_count", Entry::Uint(self.experts.0));
             put("expert_used_count", Entry::Uint(self.experts.1));
@@ -278,7 +308,9 @@ impl Synthetic {
             _ if self.architecture.is_lfm2() => Entry::Ints(heads.collect()),
             _ => Entry::Uint(self.kv_heads),
         };
-        put("attention.head_count_kv", heads);
+        if self.architecture != Architecture::Gemma4 {
+            put("attention.head_count_kv", heads);
+        }
         put("attention.key_length", Entry::Uint(self.head_dim));
         put("attention.value_length", Entry::Uint(self.head_dim));
         let epsilon = match self.architecture.centres() {
@@ -323,6 +355,30 @@ impl Synthetic {
                 );
                 put("rope.scaling.type", Entry::Text("linear".to_owned()));
                 put("rope.scaling.factor", Entry::Float(8.0));
+                put("final_logit_softcapping", Entry::Float(30.0));
+            }
+            Architecture::Gemma4 => {
+                let local = (0..self.layers).map(|layer| self.is_local(layer));
+                let heads = local
+                    .clone()
+                    .map(|local| self.kv_heads_of(local).cast_signed());
+                let inner = (0..self.layers).map(|layer| self.inner(layer).cast_signed());
+                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                put(
+                    "attention.sliding_window_pattern",
+                    Entry::Bools(local.collect()),
+                );
+                put("attention.head_count_kv", Entry::Ints(heads.collect()));
+                put("feed_forward_length", Entry::Ints(inner.collect()));
+                put("attention.key_length_swa", Entry::Uint(self.head_dim / 2));
+                put("attention.value_length_swa", Entry::Uint(self.head_dim / 2));
+                put("rope.dimension_count_swa", Entry::Uint(self.rotary / 2));
+                put("rope.freq_base_swa", Entry::Float(10_000.0));
+                put(
+                    "embedding_length_per_layer_input",
+                    Entry::Uint(self.gemma4.layer_inputs),
+                );
+                put("attention.shared_kv_layers", Entry::Uint(self.borrowing()));
                 put("final_logit_softcapping", Entry::Float(30.0));
             }
             Architecture::Phi3 => {
@@ -409,6 +465,7 @@ impl Synthetic {
             Architecture::Exaone4
             | Architecture::Gemma2
             | Architecture::Gemma3
+            | Architecture::Gemma4
             | Architecture::Granite
             | Architecture::Mistral3
             | Architecture::Olmo2
@@ -475,7 +532,7 @@ impl Synthetic {
             list.push(Tensor::vector("output_norm.bias", width, Draw::Bias));
         }
         match self.architecture {
-            Architecture::Llama => {
+            Architecture::Gemma4 | Architecture::Llama => {
                 list.push(Tensor::vector(
                     "rope_freqs.weight",
                     self.rotary / 2,
@@ -489,7 +546,25 @@ impl Synthetic {
             }
             _ => {}
         }
+        if self.gemma4.layer_inputs > 0 {
+            let all = self.gemma4.layer_inputs * self.layers;
+            let own = |name: &str, columns, rows| {
+                Tensor::matrix(name, columns, rows, self.types.fitting(head, columns))
+            };
+            list.push(own("per_layer_token_embd.weight", all, self.vocabulary));
+            list.push(own("per_layer_model_proj.weight", width, all));
+            let norm = "per_layer_proj_norm.weight";
+            list.push(Tensor::vector(norm, self.gemma4.layer_inputs, Draw::Norm));
+        }
         for layer in 0..self.layers + self.nextn {
+            let (head_dim, kv) = match self.architecture == Architecture::Gemma4 {
+                true if self.is_local(layer) => (
+                    self.head_dim / 2,
+                    self.kv_heads_of(true) * self.head_dim / 2,
+                ),
+                _ => (self.head_dim, kv),
+            };
+            let borrows = self.borrows(layer);
             let mut stack = |name: &str, columns: u32, rows: u32, more: bool, depth: u32| {
                 let dtype = match self.types {
                     TypeMix::All(dtype) => dtype,
@@ -511,7 +586,7 @@ impl Synthetic {
             let convolution = recurrent && self.architecture.is_lfm2();
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
-            let query = self.heads * self.head_dim;
+            let query = self.heads * head_dim;
             if convolution {
                 matrix("shortconv.in_proj", width, 3 * width, false);
                 matrix("shortconv.out_proj", width, width, false);
@@ -527,14 +602,19 @@ impl Synthetic {
                     matrix("attn_qkv", width, query + 2 * kv, true);
                 } else {
                     matrix("attn_q", width, gated * query, false);
-                    matrix("attn_k", width, kv, false);
-                    matrix("attn_v", width, kv, true);
+                    if !borrows {
+                        matrix("attn_k", width, kv, false);
+                    }
+                    if !borrows && !self.values_are_keys(layer) {
+                        matrix("attn_v", width, kv, true);
+                    }
                 }
                 matrix("attn_output", query, width, false);
             }
-            let (experts, inner) = match layer >= self.dense() {
-                true => (self.experts.0, self.feed_forward),
-                false => (0, self.feed_forward),
+            let inner = self.inner(layer);
+            let experts = match layer >= self.dense() {
+                true => self.experts.0,
+                false => 0,
             };
             if experts > 0 {
                 stack("ffn_gate_exps", width, inner, false, experts);
@@ -549,9 +629,13 @@ impl Synthetic {
                 matrix("ffn_up", width, 2 * self.feed_forward, false);
                 matrix("ffn_down", self.feed_forward, width, true);
             } else {
-                matrix("ffn_gate", width, self.feed_forward, false);
-                matrix("ffn_up", width, self.feed_forward, false);
-                matrix("ffn_down", self.feed_forward, width, true);
+                matrix("ffn_gate", width, inner, false);
+                matrix("ffn_up", width, inner, false);
+                matrix("ffn_down", inner, width, true);
+            }
+            if self.gemma4.layer_inputs > 0 {
+                stack("inp_gate", width, self.gemma4.layer_inputs, false, 0);
+                stack("proj", self.gemma4.layer_inputs, width, false, 0);
             }
             if extra {
                 stack("nextn.eh_proj", 2 * width, width, false, 0);
@@ -587,7 +671,11 @@ impl Synthetic {
                 vector("post_attention_norm.weight", width, Draw::Norm);
                 vector("post_ffw_norm.weight", width, Draw::Norm);
             }
+            if self.gemma4.layer_inputs > 0 {
+                vector("post_norm.weight", width, Draw::Norm);
+            }
             match self.architecture {
+                Architecture::Gemma4 => vector("layer_output_scale.weight", 1, Draw::Norm),
                 Architecture::Granite => {
                     vector("attn_output.bias", width, Draw::Bias);
                     vector("ffn_gate.bias", self.feed_forward, Draw::Bias);
@@ -620,12 +708,14 @@ impl Synthetic {
             } else {
                 let lengths = match norms.heads {
                     HeadNorms::None => None,
-                    HeadNorms::Each => Some((self.head_dim, self.head_dim)),
+                    HeadNorms::Each => Some((head_dim, head_dim)),
                     HeadNorms::Whole => Some((query, kv)),
                 };
                 if let Some((query, key)) = lengths {
                     vector("attn_q_norm.weight", query, Draw::Norm);
-                    vector("attn_k_norm.weight", key, Draw::Norm);
+                    if !borrows {
+                        vector("attn_k_norm.weight", key, Draw::Norm);
+                    }
                 }
             }
             if extra {
@@ -645,6 +735,44 @@ impl Synthetic {
             list.push(Tensor::vector("output.bias", self.vocabulary, Draw::Bias));
         }
         list
+    }
+
+    /// Whether a layer of Gemma 4 has a window.
+    const fn is_local(&self, layer: u32) -> bool {
+        !(layer + 1).is_multiple_of(self.windows.1)
+    }
+
+    /// Last layers that use the keys and values of earlier ones, of which there are some of both kinds.
+    fn borrowing(&self) -> u32 {
+        let most = self.layers.saturating_sub(self.windows.1);
+        self.gemma4.borrowing.min(most)
+    }
+
+    /// Key and value heads of a layer of Gemma 4.
+    const fn kv_heads_of(&self, local: bool) -> u32 {
+        match local {
+            true => self.gemma4.local_kv_heads,
+            false => self.kv_heads,
+        }
+    }
+
+    fn values_are_keys(&self, layer: u32) -> bool {
+        self.architecture == Architecture::Gemma4
+            && self.gemma4.layer_inputs == 0
+            && !self.is_local(layer)
+    }
+
+    /// Width of a layer's feed-forward part.
+    fn inner(&self, layer: u32) -> u32 {
+        match self.gemma4.doubled && self.borrows(layer) {
+            true => 2 * self.feed_forward,
+            false => self.feed_forward,
+        }
+    }
+
+    /// Whether a layer has no keys of its own.
+    fn borrows(&self, layer: u32) -> bool {
+        (self.layers - self.borrowing()..self.layers).contains(&layer)
     }
 
     /// First layers without experts.
@@ -709,6 +837,7 @@ pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u
 #[expect(missing_docs, reason = "variants are named by their type")]
 pub enum Entry {
     Bool(bool),
+    Bools(Vec<bool>),
     Float(f32),
     Int(i32),
     Ints(Vec<i32>),
@@ -724,7 +853,7 @@ impl Entry {
             Self::Bool(_) => 7,
             Self::Float(_) => 6,
             Self::Int(_) => 5,
-            Self::Ints(_) | Self::Texts(_) => 9,
+            Self::Bools(_) | Self::Ints(_) | Self::Texts(_) => 9,
             Self::Short(_) => 2,
             Self::Text(_) => 8,
             Self::Uint(_) => 4,
@@ -735,6 +864,11 @@ impl Entry {
             Self::Float(value) => out.extend_from_slice(&value.to_le_bytes()),
             Self::Int(value) => out.extend_from_slice(&value.to_le_bytes()),
             Self::Short(value) => out.extend_from_slice(&value.to_le_bytes()),
+            Self::Bools(list) => {
+                out.extend_from_slice(&7u32.to_le_bytes());
+                out.extend_from_slice(&(list.len() as u64).to_le_bytes());
+                out.extend(list.iter().map(|value| u8::from(*value)));
+            }
             Self::Ints(list) => {
                 out.extend_from_slice(&5u32.to_le_bytes());
                 out.extend_from_slice(&(list.len() as u64).to_le_bytes());

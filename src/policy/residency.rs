@@ -128,7 +128,7 @@ impl Missing {
 /// Bytes per token of context in the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvShape {
-    /// Layers with attention, including windowed ones; recurrent layers keep a fixed state instead.
+    /// Layers with keys and values of their own, including windowed ones; recurrent layers keep a fixed state instead.
     pub attention_layers: u32,
     /// Key and value heads of one layer.
     pub kv_heads: u32,
@@ -153,6 +153,9 @@ pub struct WindowedKv {
     pub layers: u32,
     /// Maximum KV blocks of each layer: those of the window, and of the tokens computed together.
     pub blocks: u32,
+    /// Their key and value heads, and the elements of one, if they differ from those of the other layers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heads: Option<(u32, u32)>,
 }
 
 impl KvShape {
@@ -171,7 +174,7 @@ impl KvShape {
     /// assert_eq!(shape.bytes_per_token(KvType::Q8), Bytes::from_kib(17));
     /// assert_eq!(shape.blocks_bytes(1, KvType::F16), Bytes::from_mib(2));
     /// // Gemma 3 4B: 5 of 34 layers keep 20 KiB for each token, the others 116 KiB for the last tokens.
-    /// let windowed = Some(WindowedKv { layers: 29, blocks: 25 });
+    /// let windowed = Some(WindowedKv { layers: 29, blocks: 25, heads: None });
     /// let shape = KvShape { attention_layers: 34, windowed, ..shape };
     /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(20));
     /// assert_eq!(
@@ -181,13 +184,7 @@ impl KvShape {
     /// ```
     #[must_use]
     pub const fn bytes_per_token(&self, kind: KvType) -> Bytes {
-        self.of_layers(
-            self.attention_layers.saturating_sub(self.windowed_layers()),
-            kind,
-        )
-    }
-
-    const fn of_layers(&self, layers: u32, kind: KvType) -> Bytes {
+        let layers = self.attention_layers.saturating_sub(self.windowed_layers());
         let rows = 2 * layers as u64 * self.kv_heads as u64;
         Bytes::new(rows * self.row_bytes(kind))
     }
@@ -213,16 +210,25 @@ impl KvShape {
 
     /// Returns the shape of the windowed layers, and the maximum blocks of each.
     #[must_use]
-    pub fn windows(&self) -> Option<(Self, u32)> {
-        let windowed = self.windowed.filter(|windowed| windowed.layers > 0)?;
-        Some((
-            Self {
-                attention_layers: windowed.layers,
-                windowed: None,
-                ..*self
-            },
-            windowed.blocks,
-        ))
+    pub const fn windows(&self) -> Option<(Self, u32)> {
+        let Some(windowed) = self.windowed else {
+            return None;
+        };
+        if windowed.layers == 0 {
+            return None;
+        }
+        let (kv_heads, head_dim) = match windowed.heads {
+            Some(heads) => heads,
+            None => (self.kv_heads, self.head_dim),
+        };
+        let shape = Self {
+            attention_layers: windowed.layers,
+            kv_heads,
+            head_dim,
+            windowed: None,
+            ..*self
+        };
+        Some((shape, windowed.blocks))
     }
 
     /// Returns the maximum tokens of a sequence that can be cut back: windowed layers keep no older ones. `None` if
@@ -249,8 +255,12 @@ impl KvShape {
     /// Returns the bytes of one KV block in all attention layers.
     #[must_use]
     pub const fn block_bytes(&self, kind: KvType) -> Bytes {
-        self.of_layers(self.attention_layers, kind)
-            .saturating_mul(self.block_tokens.get() as u64)
+        let whole = self.bytes_per_token(kind);
+        let of_token = match self.windows() {
+            Some((windows, _)) => whole.saturating_add(windows.bytes_per_token(kind)),
+            None => whole,
+        };
+        of_token.saturating_mul(self.block_tokens.get() as u64)
     }
 
     /// Returns the bytes of a capacity of `tokens`: whole blocks and whole granules.
@@ -278,17 +288,11 @@ impl KvShape {
 
     /// Returns the bytes of the blocks that windowed layers keep of `blocks`.
     const fn windows_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
-        let Some(windowed) = self.windowed else {
+        let Some((windows, most)) = self.windows() else {
             return Bytes::ZERO;
         };
-        let kept = if blocks < windowed.blocks {
-            blocks
-        } else {
-            windowed.blocks
-        };
-        self.of_layers(windowed.layers, kind)
-            .saturating_mul(self.block_tokens.get() as u64)
-            .saturating_mul(kept as u64)
+        let kept = if blocks < most { blocks } else { most };
+        windows.block_bytes(kind).saturating_mul(kept as u64)
     }
 
     /// Returns the maximum number of blocks at the end of `blocks` that take at most `bytes` together.

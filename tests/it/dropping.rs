@@ -225,6 +225,7 @@ fn however_tokens_are_dropped_the_answer_has_the_same_bits() {
     for (architecture, then) in [
         (Architecture::Qwen35, KvType::Q8),
         (Architecture::Gemma3, KvType::Q4),
+        (Architecture::Gemma4, KvType::Q8),
     ] {
         // Blocks of whole pages, so that freed memory can be counted exactly.
         let (_folder, path) = written(&Synthetic::tiny(

@@ -115,7 +115,11 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
         (5, Q8, true),
         (1, Q8, false),
     ];
-    for architecture in [Architecture::Gemma3, Architecture::Qwen35] {
+    for architecture in [
+        Architecture::Gemma3,
+        Architecture::Gemma4,
+        Architecture::Qwen35,
+    ] {
         let (_folder, path) = model(architecture);
         let expected = history(&path, 1, &[0, 1, 2, 3, 4], 128, &parts);
         assert!(

@@ -278,6 +278,9 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
             windowed: rng.random_bool(0.3).then(|| WindowedKv {
                 layers: rng.random_range(1..=3),
                 blocks: rng.random_range(1..=12),
+                heads: rng
+                    .random_bool(0.5)
+                    .then(|| (rng.random_range(1..=2), [64, 256][rng.random_range(0..2)])),
             }),
         },
         context_max: Tokens::new(8192),

@@ -22,7 +22,7 @@ use cotenant::{
     engine::{
         gguf::GgmlDType,
         spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
+        synthetic::{Gemma4, Synthetic, TypeMix},
     },
 };
 
@@ -56,6 +56,9 @@ pub(crate) enum ShapeName {
     /// Gemma 3 1B, whose rows are no multiple of 256.
     #[value(name = "gemma3-1b")]
     Gemma3,
+    /// Gemma 4 E2B with a vocabulary of 32,000 tokens.
+    #[value(name = "gemma4-e2b-32k")]
+    Gemma4,
     /// Qwen2.5-0.5B, whose rows are no multiple of 256.
     #[value(name = "qwen2.5-0.5b")]
     Qwen25,
@@ -66,6 +69,8 @@ pub(crate) enum ShapeName {
     TinyGemma2,
     /// The same of Gemma 3.
     TinyGemma3,
+    /// The same of Gemma 4.
+    TinyGemma4,
     /// The same of EXAONE 4.
     TinyExaone4,
     /// The same of Granite.
@@ -207,10 +212,12 @@ impl ShapeName {
             },
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
             Self::Gemma3 => gemma3_1b(mix, seed),
+            Self::Gemma4 => gemma4_e2b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
             Self::TinyExaone4 => tiny(Architecture::Exaone4),
             Self::TinyGemma2 => tiny(Architecture::Gemma2),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
+            Self::TinyGemma4 => tiny(Architecture::Gemma4),
             Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLfm2 => tiny(Architecture::Lfm2),
             Self::TinyLfm2Moe => tiny(Architecture::Lfm2Moe),
@@ -299,12 +306,36 @@ fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
         windows: (6, 2),
         recurrent: (0, 0, 0),
         experts: (0, 0),
+        gemma4: Gemma4::NONE,
         vocabulary: 262_144,
         context_max: 32_768,
         tied: true,
         nextn: 0,
         types,
         seed,
+    }
+}
+
+/// Returns the shape of Gemma 4 E2B with a vocabulary of 32,000 tokens.
+fn gemma4_e2b(types: TypeMix, seed: u64) -> Synthetic {
+    Synthetic {
+        architecture: Architecture::Gemma4,
+        layers: 35,
+        width: 1536,
+        feed_forward: 6144,
+        heads: 8,
+        head_dim: 512,
+        rotary: 512,
+        windows: (512, 5),
+        gemma4: Gemma4 {
+            layer_inputs: 256,
+            borrowing: 20,
+            doubled: true,
+            local_kv_heads: 1,
+        },
+        vocabulary: 32_000,
+        context_max: 131_072,
+        ..gemma3_1b(types, seed)
     }
 }
 
@@ -323,6 +354,7 @@ fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Synthetic {
         windows: (0, 0),
         recurrent: (0, 0, 0),
         experts: (0, 0),
+        gemma4: Gemma4::NONE,
         vocabulary: 151_936,
         context_max: 32_768,
         tied: true,

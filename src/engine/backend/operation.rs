@@ -250,6 +250,8 @@ pub struct Residual {
     pub norm: Option<View>,
     /// Its factor.
     pub scale: f32,
+    /// Factor of the sum, if there is one.
+    pub sum: Option<View>,
 }
 
 /// `to[i] = from[rows[i]]`.
@@ -343,10 +345,8 @@ pub struct Attend<'a> {
     pub rotary: View,
     /// Projected queries, with their gates when `spec.gated`; overwritten.
     pub query: View,
-    /// Projected keys; overwritten.
-    pub key: View,
-    /// Projected values.
-    pub value: View,
+    /// Projected keys and values, to be stored in the cache; overwritten. Absent if the cache holds them.
+    pub stored: Option<[View; 2]>,
     /// The cache, with room for `position + rows` tokens.
     pub cells: Cells<'a>,
     /// Number of the layer among the attention layers.

@@ -13,7 +13,10 @@
 //! Windows are measured in the positions at which tokens were read: a token that has left the window does not return.
 //! Recurrent layers keep their state, which includes the dropped tokens.
 
-use crate::{backend::Gap, spec::AttentionSpec};
+use crate::{
+    backend::Gap,
+    spec::{AttentionSpec, Rotation},
+};
 
 /// Dropped tokens of the sequence, and the rule for dropping more.
 #[derive(Debug)]
@@ -26,19 +29,18 @@ pub(super) struct Dropped {
     pub(super) tokens: u32,
     /// Rotations of queries by minus the length of the gap, followed by those of local layers, if any.
     pub(super) back: Vec<f32>,
-    /// Floats of one of the two tables.
+    /// Floats of the first of the two tables.
     pub(super) angles: usize,
 }
 
 impl Dropped {
     pub(super) fn none(attention: &AttentionSpec) -> Self {
-        let tables = 1 + usize::from(attention.local.is_some());
         Self {
             sinks: None,
             after: 0,
             tokens: 0,
             // Allocated at the start, so that a shed that drops tokens does not allocate.
-            back: vec![0.0; attention.rotary * tables],
+            back: vec![0.0; attention.kinds().map(|kind| kind.rotary).sum()],
             angles: attention.rotary,
         }
     }
@@ -54,14 +56,10 @@ impl Dropped {
 
     /// Returns the gap for global or `local` layers.
     pub(super) fn gap(&self, local: bool) -> Option<Gap<'_>> {
-        let first = if local { self.angles } else { 0 };
+        let (whole, others) = self.back.split_at_checked(self.angles).unwrap_or_default();
         (self.tokens > 0).then(|| Gap {
             after: self.after as usize,
-            back: self
-                .back
-                .get(first..first + self.angles)
-                .unwrap_or_default()
-                .into(),
+            back: if local { others } else { whole }.into(),
         })
     }
 
@@ -78,14 +76,18 @@ impl Dropped {
 
     /// Computes the rotation of queries by minus the length of the gap.
     pub(super) fn turn_back(&mut self, (attention, factors): Turn<'_>) {
-        let rotations = [
-            Some((attention.rotation, factors)),
-            attention.local.map(|local| (local.rotation, None)),
-        ];
-        let tables = self.back.chunks_exact_mut(attention.rotary.max(2));
-        for (table, (mut rotation, factors)) in tables.zip(rotations.into_iter().flatten()) {
+        let mut left = self.back.as_mut_slice();
+        for (number, kind) in attention.kinds().enumerate() {
+            let Some((table, rest)) = left.split_at_mut_checked(kind.rotary) else {
+                return;
+            };
+            left = rest;
             // Queries already carry the magnitude.
-            rotation.magnitude = 1.0;
+            let rotation = Rotation {
+                magnitude: 1.0,
+                ..kind.rotation
+            };
+            let factors = factors.filter(|_| number == 0);
             rotation.fill(self.tokens as usize, factors, table);
             for pair in table.chunks_exact_mut(2) {
                 if let [_, sine] = pair {

@@ -4,8 +4,10 @@ use super::{forward::Pass, products::Failure, weights::Place};
 use crate::{
     backend::{DeviceError, Operation, Row, RowBytes, Widen},
     error::ForwardError,
+    gguf::TensorInfo,
     preemption::Preempt,
     reader::{Extent, Missing},
+    spec::Spec,
 };
 
 impl Pass<'_, '_> {
@@ -28,24 +30,46 @@ impl Pass<'_, '_> {
         }
         self.widen(&rows)?;
         drop(rows);
-        let at_once = (ROWS_BYTES_MAX / self.model.spec.embedding_row().max(1)).max(1);
-        for some in missing.chunks(at_once) {
-            self.embed_read(some)?;
+        self.read_rows(Table::Tokens, &missing, |pass, some, read| {
+            let bytes = read.chunks_exact(pass.model.spec.embedding_row().max(1));
+            let rows = some.iter().zip(bytes);
+            let rows: Vec<Row<'_>> = rows
+                .map(|((row, _), bytes)| pass.row_of(*row, RowBytes::Host(bytes.into())))
+                .collect();
+            Ok(pass.widen(&rows)?)
+        })
+    }
+
+    /// Reads embeddings from the file, a few at once; each token comes with its row.
+    pub(super) fn read_rows(
+        &mut self,
+        table: Table,
+        tokens: &[(usize, u32)],
+        mut then: impl FnMut(&mut Self, &[(usize, u32)], &[u8]) -> Result<(), ForwardError>,
+    ) -> Result<(), ForwardError> {
+        let (_, bytes) = table.of(&self.model.spec);
+        let at_once = (ROWS_BYTES_MAX / bytes.max(1)).max(1);
+        for some in tokens.chunks(at_once) {
+            let read = self.read_at_once(table, some)?;
+            then(self, some, &read)?;
         }
         Ok(())
     }
 
-    /// Reads embeddings from the file; each token comes with its row.
-    fn embed_read(&mut self, tokens: &[(usize, u32)]) -> Result<(), ForwardError> {
+    fn read_at_once(
+        &mut self,
+        table: Table,
+        tokens: &[(usize, u32)],
+    ) -> Result<Vec<u8>, ForwardError> {
+        let (tensor, bytes) = table.of(&self.model.spec);
         let asked = self
             .model
             .weights
-            .ask_for_rows(&self.model.spec, tokens.iter().map(|(_, token)| *token));
+            .ask_for_rows((tensor, bytes), tokens.iter().map(|(_, token)| *token));
         asked.map_err(|error| {
-            let (embedding, bytes) = (&self.model.spec.embedding, self.model.spec.embedding_row());
             let row = Extent {
-                what: embedding.name.as_str().into(),
-                offset: embedding.offset,
+                what: tensor.name.as_str().into(),
+                offset: tensor.offset,
                 bytes,
             };
             row.error(
@@ -53,14 +77,14 @@ impl Pass<'_, '_> {
                 format!("no thread is available: {error}"),
             )
         })?;
-        let read = loop {
+        loop {
             let preemption = &mut self.preemption;
             match self
                 .model
                 .weights
                 .rows_asked_for(&mut || preemption.check() == Preempt::No)
             {
-                Ok(read) => break read,
+                Ok(read) => return Ok(read),
                 Err(Missing::Stopped) => {
                     let found = self.preemption.check();
                     self.preempt(found, Place::default())
@@ -68,13 +92,7 @@ impl Pass<'_, '_> {
                 }
                 Err(missing) => return Err(self.failed(Failure::Missing(missing), 0)),
             }
-        };
-        let bytes = read.chunks_exact(self.model.spec.embedding_row().max(1));
-        let rows = tokens.iter().zip(bytes);
-        let rows: Vec<Row<'_>> = rows
-            .map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into())))
-            .collect();
-        Ok(self.widen(&rows)?)
+        }
     }
 
     /// Returns the operand that converts an embedding to row `row` of the residual stream.
@@ -99,6 +117,25 @@ impl Pass<'_, '_> {
             dtype: self.model.spec.embedding.dtype,
             scale: self.model.spec.embedding_scale,
         }))
+    }
+}
+
+/// Embeddings in the file.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Table {
+    /// Those of all layers.
+    Layers,
+    /// Those that begin the residual stream.
+    Tokens,
+}
+
+impl Table {
+    /// Returns the matrix, and the bytes of a row.
+    fn of(self, spec: &Spec) -> (&TensorInfo, usize) {
+        match (self, &spec.layer_inputs) {
+            (Self::Layers, Some(inputs)) => (&inputs.table, spec.layer_inputs_row()),
+            _ => (&spec.embedding, spec.embedding_row()),
+        }
     }
 }
 

@@ -124,17 +124,12 @@ impl Pass<'_, '_> {
         rows: Range<usize>,
         all: usize,
     ) -> Result<(), ForwardError> {
-        let attention = &self.model.spec.attention;
-        let width = attention.rotary.max(2);
-        let local = attention.local.as_ref().map(|local| (local.rotation, None));
-        let angles = [
-            Some((attention.rotation, self.model.weights.rope_factors())),
-            local,
-        ];
-        for (number, (rotation, factors)) in angles.into_iter().flatten().enumerate() {
-            let first = number * all;
+        let mut first = 0;
+        for (number, kind) in self.model.spec.attention.kinds().enumerate() {
+            let width = kind.rotary;
+            let factors = self.model.weights.rope_factors().filter(|_| number == 0);
             self.model.backend.queue(Operation::Rotate(Rotate {
-                rotation,
+                rotation: kind.rotation,
                 factors: factors.map(Into::into),
                 position,
                 width,
@@ -142,8 +137,9 @@ impl Pass<'_, '_> {
                     .model
                     .workspace
                     .rotary
-                    .view((first + rows.start) * width..(first + rows.end) * width),
+                    .view(first + rows.start * width..first + rows.end * width),
             }))?;
+            first += all * width;
         }
         Ok(())
     }
@@ -255,16 +251,18 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Adds the output of the last part to the residual stream, and normalises the sum for products with these roles.
+    /// Adds the output of the last part to the residual stream, and normalises the sum for products with these roles;
+    /// without `vectors`, it is used as it is.
     pub(super) fn norm(
         &mut self,
         index: usize,
-        vectors: [Vector; 2],
+        vectors: Option<[Vector; 2]>,
         roles: &[Role],
     ) -> Result<(), Failure> {
         let floats = 0..self.rows * self.model.spec.width;
         let (weights, fixed) = (&self.model.weights, &self.model.layout.fixed);
-        let [weight, bias] = vectors.map(|vector| weights.vector(fixed, index, vector));
+        let vector = |vector| weights.vector(fixed, index, vector);
+        let [weight, bias] = vectors.map_or([None, None], |vectors| vectors.map(vector));
         let norm = Norm {
             stream: self.model.workspace.stream.view(floats.clone()),
             normed: self.model.workspace.normed.view(floats),
@@ -289,21 +287,34 @@ impl Pass<'_, '_> {
             bias: vector(bias),
             norm: vector(norm),
             scale: self.model.spec.residual_scale,
+            sum: None,
+        }
+    }
+
+    /// As [`Self::residual`], of the last part of a layer.
+    pub(super) fn last_residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
+        let fixed = &self.model.layout.fixed;
+        Residual {
+            sum: self.model.weights.vector(fixed, index, Vector::LayerScale),
+            ..self.residual(index, bias, norm)
         }
     }
 
     pub(super) fn attention(&mut self, index: usize) -> Result<(), Failure> {
-        let attention = &self.model.spec.attention;
-        let query = attention.heads * attention.head_dim;
-        let kv = attention.kv_heads * attention.head_dim;
-        let projected = if attention.gated { 2 * query } else { query };
+        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let borrows = layer.borrows;
+        let attention = self.model.spec.attention.of_layers(layer.local);
+        let (query, kv) = (attention.query(), attention.kv());
         let width = self.model.spec.width;
         let wants = [
-            (Role::Query, Slot::Wide, projected),
+            (Role::Query, Slot::Wide, attention.projected()),
             (Role::Key, Slot::Second, kv),
             (Role::Value, Slot::Third, kv),
         ];
-        self.mixer_inputs(index, wants)?;
+        self.mixer_inputs(
+            index,
+            wants.get(..if borrows { 1 } else { 3 }).unwrap_or_default(),
+        )?;
         let mut first = 0;
         while first < self.rows {
             let seen = self.model.sequence.position as usize + self.rows;
@@ -358,13 +369,15 @@ impl Pass<'_, '_> {
     /// Computes attention of `rows` of a chunk of `all`; earlier rows are complete.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-        let (local, window) = (layer.local, self.model.spec.window(layer));
+        let (local, borrows) = (layer.local, layer.borrows);
+        let window = self.model.spec.window(layer);
         let alike = |other: &&LayerSpec| {
             other.kind == LayerKind::Attention
+                && !other.borrows
                 && self.model.spec.window(other).is_some() == window.is_some()
         };
         let before = self.model.spec.layers.iter().take(index);
-        let number = before.filter(alike).count();
+        let number = before.filter(alike).count() - usize::from(borrows);
         let aside = match self.batch.other(rows.start) {
             Some(other) => {
                 let (parked, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
@@ -377,17 +390,16 @@ impl Pass<'_, '_> {
         if let Some((lane, _, position)) = moved {
             self.move_window((lane, number), (position, false))?;
         }
-        let (spec, work) = (self.model.spec.attention, &self.model.workspace);
-        let query = spec.heads * spec.head_dim;
-        let kv = spec.kv_heads * spec.head_dim;
-        let projected = if spec.gated { 2 * query } else { query };
+        let (whole, work) = (self.model.spec.attention, &self.model.workspace);
+        let spec = whole.of_layers(local);
+        let (query, kv, projected) = (spec.query(), spec.kv(), spec.projected());
         let vector = |vector| {
             self.model
                 .weights
                 .vector(&self.model.layout.fixed, index, vector)
         };
         // Angles of local layers follow those of all rows.
-        let angles = if local { all + rows.start } else { rows.start };
+        let angles = if local { all * whole.rotary } else { 0 };
         let sequence = &self.model.sequence;
         let (cells, position) = match aside {
             None => {
@@ -417,10 +429,10 @@ impl Pass<'_, '_> {
             key_norm: vector(Vector::KeyNorm),
             rotary: work
                 .rotary
-                .view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
+                .view(angles + rows.start * spec.rotary..angles + rows.end * spec.rotary),
             query: work.wide.view(of_rows(projected)),
-            key: work.second.view(of_rows(kv)),
-            value: work.third.view(of_rows(kv)),
+            stored: (!borrows)
+                .then(|| [&work.second, &work.third].map(|buffer| buffer.view(of_rows(kv)))),
             cells,
             layer: if moved.is_some() { 0 } else { number },
             position,
@@ -430,7 +442,7 @@ impl Pass<'_, '_> {
             broken: flags.first(1),
             prepare: self.prepare(index, &[Role::Output], rows.start),
         }))?;
-        if let Some((lane, _, position)) = moved {
+        if let Some((lane, _, position)) = moved.filter(|_| !borrows) {
             self.move_window((lane, number), (position, true))?;
         }
         Ok(())
@@ -469,7 +481,7 @@ impl Pass<'_, '_> {
         );
         match recurrent {
             RecurrentSpec::Convolution(_) => {
-                self.mixer_inputs(index, [(Role::Gates, Slot::Wide, inputs)])?;
+                self.mixer_inputs(index, &[(Role::Gates, Slot::Wide, inputs)])?;
             }
             RecurrentSpec::Delta(_) => {
                 let wants = [
@@ -478,7 +490,7 @@ impl Pass<'_, '_> {
                     (Role::Alpha, Slot::Third, heads),
                     (Role::Beta, Slot::Fourth, heads),
                 ];
-                self.mixer_inputs(index, wants)?;
+                self.mixer_inputs(index, &wants)?;
             }
         }
         let work_of_row = recurrent.work() as u64;
@@ -519,14 +531,11 @@ impl Pass<'_, '_> {
     }
 
     /// Queues the norm before the mixer and the products with these matrices.
-    fn mixer_inputs<const N: usize>(
-        &mut self,
-        index: usize,
-        wants: [(Role, Slot, usize); N],
-    ) -> Result<(), Failure> {
+    fn mixer_inputs(&mut self, index: usize, wants: &[(Role, Slot, usize)]) -> Result<(), Failure> {
         let vectors = [Vector::MixerNorm, Vector::MixerNormBias];
-        self.norm(index, vectors, &wants.map(|(role, ..)| role))?;
-        self.products(index, Slot::Normed, &wants)
+        let roles: Vec<Role> = wants.iter().map(|(role, ..)| *role).collect();
+        self.norm(index, Some(vectors), &roles)?;
+        self.products(index, Slot::Normed, wants)
     }
 
     /// Returns the state matrices and the convolution history of a layer, of the sequence or of a lane.
@@ -615,15 +624,21 @@ impl Pass<'_, '_> {
     }
 
     pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
-        self.norm(index, FFN_NORM, &[Role::FfnGate, Role::FfnUp])?;
+        self.norm(index, Some(FFN_NORM), &[Role::FfnGate, Role::FfnUp])?;
         self.gated(index, Slot::Normed)?;
-        self.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
+        let (bias, norm) = (Vector::FfnDownBias, Vector::FfnPostNorm);
+        self.residual = Some(match self.model.spec.layer_inputs.is_some() {
+            true => self.residual(index, bias, norm),
+            false => self.last_residual(index, bias, norm),
+        });
         Ok(())
     }
 
     /// Computes the feed-forward part of the normed rows.
     pub(super) fn gated(&mut self, index: usize, out: Slot) -> Result<(), Failure> {
-        let (inner, width) = (self.model.spec.feed_forward, self.model.spec.width);
+        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let (_, gate) = layer.matrix(Role::FfnGate).ok_or(Failure::NoMatrix)?;
+        let (inner, width) = (gate.rows, self.model.spec.width);
         let wants = [
             (Role::FfnGate, Slot::Wide, inner),
             (Role::FfnUp, Slot::Second, inner),
@@ -672,14 +687,10 @@ impl Pass<'_, '_> {
         let of_norm = |at: usize| self.model.weights.fixed().view(at..at + width);
         let floats = rows.start * width..rows.end * width;
         let normed = self.model.workspace.normed.view(floats.clone());
-        let last = self.model.spec.layers.len().saturating_sub(1);
         self.model.backend.queue(Operation::Norm(Norm {
             stream: self.model.workspace.stream.view(floats),
             normed: normed.clone(),
-            residual: self
-                .residual
-                .as_ref()
-                .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
+            residual: self.residual.clone(),
             width,
             weight: Some(of_norm(fixed.output_norm)),
             bias: fixed.output_norm_bias.map(of_norm),

@@ -52,7 +52,7 @@ pub(super) fn compute(
 ) -> Result<(), Failure> {
     let (width, count, rows) = (pass.model.spec.width, spec.count, pass.rows);
     let roles = [Role::Router, Role::SharedGate, Role::FfnGate, Role::FfnUp];
-    pass.norm(index, FFN_NORM, &roles)?;
+    pass.norm(index, Some(FFN_NORM), &roles)?;
     pass.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
     let mut shared: Vec<f32> = Vec::new();
     if spec.shared > 0 {

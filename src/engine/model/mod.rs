@@ -8,6 +8,7 @@ mod embedding;
 mod experts;
 mod forward;
 mod growth;
+mod layer_input;
 mod loaded;
 mod marks;
 mod mixture;

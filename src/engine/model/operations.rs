@@ -195,13 +195,19 @@ impl Model {
     /// Maximum number of answers computed together, with the present chunk size.
     #[must_use]
     pub fn answers_max(&self) -> usize {
-        shape::ANSWERS_MAX.min(self.workspace.chunk())
+        shape::ANSWERS_MAX.min(self.rows_max())
     }
 
     /// Maximum number of tokens in one pass, with the present chunk size.
     #[must_use]
-    pub const fn rows_max(&self) -> usize {
-        self.workspace.chunk()
+    pub fn rows_max(&self) -> usize {
+        // A later layer attends to the window of the first row after that of the last one was written.
+        let spec = &self.spec;
+        let mut borrowing = spec.layers.iter().filter(|layer| layer.borrows);
+        match borrowing.any(|layer| spec.window(layer).is_some()) {
+            true => self.workspace.chunk().min(shape::WINDOW_ROWS),
+            false => self.workspace.chunk(),
+        }
     }
 
     /// Begins to read which conversations are saved in the folder at `path`, and keeps further ones there.

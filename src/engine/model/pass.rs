@@ -3,6 +3,7 @@
 use super::{
     batch::{Batch, Span},
     forward::Pass,
+    layer_input,
     loaded::Model,
     mixture,
     products::Failure,
@@ -71,10 +72,10 @@ pub(super) fn run_together(
     let (batch, tokens) = Batch::of(spans);
     refuse_unknown(model, &tokens)?;
     let results = shape::ANSWERS_MAX;
-    if tokens.len() > model.workspace.chunk() || batch.results() > results {
+    if tokens.len() > model.rows_max() || batch.results() > results {
         return Err(ForwardError::BeyondChunk {
             tokens: tokens.len(),
-            limit: model.workspace.chunk().min(results),
+            limit: model.rows_max().min(results),
         });
     }
     let has_own = !batch.own().is_empty();
@@ -210,8 +211,12 @@ impl Pass<'_, '_> {
             _ => self.attention(index)?,
         }
         match self.model.spec.experts {
-            Some(experts) if index >= experts.dense => mixture::compute(self, index, &experts),
-            _ => self.feed_forward(index),
+            Some(experts) if index >= experts.dense => mixture::compute(self, index, &experts)?,
+            _ => self.feed_forward(index)?,
+        }
+        match self.model.spec.layer_inputs.as_ref() {
+            Some(inputs) => layer_input::add(self, index, inputs.width),
+            None => Ok(()),
         }
     }
 
@@ -222,7 +227,7 @@ impl Pass<'_, '_> {
         while done < tokens.len() {
             first = self.model.sequence.position;
             self.end_chunk();
-            let end = tokens.len().min(done + self.model.workspace.chunk());
+            let end = tokens.len().min(done + self.model.rows_max());
             let streams = self.model.streams();
             let end = self
                 .model
@@ -269,6 +274,7 @@ impl Pass<'_, '_> {
             .saturating_add(u32::try_from(self.batch.own().len()).unwrap_or(u32::MAX));
         self.model.sequence.cache.write_up_to(end);
         self.embed(tokens)?;
+        layer_input::embed(self, tokens)?;
         self.rotate(tokens.len())?;
         for layer in 0..self.model.spec.layers.len() {
             if self.rows == 1 {

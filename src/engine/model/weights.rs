@@ -388,17 +388,16 @@ impl Weights {
         })
     }
 
-    /// Requests embeddings from the file.
+    /// Requests rows of `bytes` bytes of a matrix with embeddings from the file.
     pub(super) fn ask_for_rows(
         &mut self,
-        spec: &Spec,
+        (tensor, bytes): (&TensorInfo, usize),
         tokens: impl Iterator<Item = u32>,
     ) -> io::Result<()> {
         let reader = match self.rows.take() {
             Some(reader) => reader,
             None => RowReader::start(Arc::clone(&self.file))?,
         };
-        let (tensor, bytes) = (&spec.embedding, spec.embedding_row());
         reader.ask(WantedRows {
             what: tensor.name.as_str().into(),
             offsets: tokens

@@ -30,7 +30,9 @@ impl Needs {
         Self {
             copies: device.copies_bytes(&shape::distinct_types(spec), layout.widths.columns),
             scratch: if spec.attention_layers() > 0 {
-                device.scratch_bytes(&spec.attention)
+                let kinds = spec.attention.kinds();
+                let scratch = kinds.map(|kind| device.scratch_bytes(&kind)).max();
+                scratch.unwrap_or_default()
             } else {
                 Bytes::ZERO
             },
@@ -53,6 +55,8 @@ pub(super) struct Workspace {
     /// Outputs of the experts of a mixture.
     pub(super) experts: Buffer,
     pub(super) rotary: Buffer,
+    /// Inputs of their own for all layers, and then the embeddings to which they add.
+    pub(super) inputs: Buffer,
     /// Scratch of attention, for any number of tokens.
     pub(super) scratch: Buffer,
     copies: Buffer,
@@ -94,6 +98,7 @@ impl Workspace {
             mixed: floats(widths.mixed)?,
             experts: floats(widths.experts)?,
             rotary: floats(widths.rotary)?,
+            inputs: floats(widths.inputs)?,
             scratch: backend.allocate(needs.scratch, backing)?,
             copies: backend.allocate(needs.copies.saturating_mul(chunk as u64), backing)?,
             columns: widths.columns,
@@ -156,17 +161,19 @@ impl Workspace {
             mixed,
             experts,
             rotary,
+            inputs,
             scratch,
             copies,
             ..
         } = self;
         let all = [
-            stream, normed, wide, second, third, fourth, mixed, experts, rotary, scratch, copies,
+            stream, normed, wide, second, third, fourth, mixed, experts, rotary, inputs, scratch,
+            copies,
         ];
         all.into_iter().map(Buffer::release).sum()
     }
 
-    const fn all(&self) -> [&Buffer; 11] {
+    const fn all(&self) -> [&Buffer; 12] {
         [
             &self.stream,
             &self.normed,
@@ -177,6 +184,7 @@ impl Workspace {
             &self.mixed,
             &self.experts,
             &self.rotary,
+            &self.inputs,
             &self.scratch,
             &self.copies,
         ]

@@ -13,6 +13,8 @@ pub enum Architecture {
     Gemma2,
     /// Gemma 3, its text part.
     Gemma3,
+    /// Gemma 4 dense, its text part: an input of its own for each layer, and layers without keys of their own.
+    Gemma4,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
     /// LFM2 and LFM2.5 dense: short convolutions with attention layers at intervals.
@@ -49,10 +51,11 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
+        Self::Gemma4,
         Self::Granite,
         Self::Lfm2,
         Self::Lfm2Moe,
@@ -78,6 +81,7 @@ impl Architecture {
             Self::Exaone4 => "exaone4",
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
+            Self::Gemma4 => "gemma4",
             Self::Granite => "granite",
             Self::Lfm2 => "lfm2",
             Self::Lfm2Moe => "lfm2moe",
@@ -130,7 +134,7 @@ impl Architecture {
 
     /// Whether it is Gemma: embeddings grow with the width, and gates are Gaussian.
     pub(crate) const fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma2 | Self::Gemma3)
+        matches!(self, Self::Gemma2 | Self::Gemma3 | Self::Gemma4)
     }
 
     /// Whether it is LFM2: short convolutions beside attention.
@@ -153,7 +157,7 @@ impl Architecture {
         let (before, after, heads) = match self {
             Self::Exaone4 => (false, true, HeadNorms::Each),
             Self::Gemma2 => (true, true, HeadNorms::None),
-            Self::Gemma3 => (true, true, HeadNorms::Each),
+            Self::Gemma3 | Self::Gemma4 => (true, true, HeadNorms::Each),
             Self::Lfm2
             | Self::Lfm2Moe
             | Self::Qwen3
@@ -211,6 +215,49 @@ pub struct AttentionSpec {
     pub pairing: Pairing,
     /// Whether the query projection also yields a gate for the output.
     pub gated: bool,
+    /// Whether the values of each head are normalised, without weights.
+    pub values_normed: bool,
+}
+
+impl AttentionSpec {
+    /// Returns the constants of the layers of [`Self::local`], or of the others.
+    #[must_use]
+    pub fn of_layers(&self, local: bool) -> Self {
+        match self.local.filter(|_| local) {
+            None => *self,
+            Some(local) => Self {
+                kv_heads: local.kv_heads,
+                head_dim: local.head_dim,
+                rotary: local.rotary,
+                rotation: local.rotation,
+                ..*self
+            },
+        }
+    }
+
+    /// Returns the constants of each kind of layer.
+    pub fn kinds(&self) -> impl Iterator<Item = Self> {
+        let local = self.local.map(|_| self.of_layers(true));
+        std::iter::once(*self).chain(local)
+    }
+
+    /// Elements of all projected queries of a token, with their gates.
+    #[must_use]
+    pub const fn projected(&self) -> usize {
+        self.query() * if self.gated { 2 } else { 1 }
+    }
+
+    /// Elements of all query heads.
+    #[must_use]
+    pub const fn query(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Elements of all key heads, and of all value heads.
+    #[must_use]
+    pub const fn kv(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
 }
 
 /// Growth of queries with their position: by `1 + scale · ln(1 + ⌊position / step⌋)`.
@@ -238,6 +285,22 @@ pub struct LocalAttention {
     pub window: Option<usize>,
     /// Rotation of these layers.
     pub rotation: Rotation,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+    /// Rotated elements of a head.
+    pub rotary: usize,
+}
+
+/// An input of its own for each layer: a token has an embedding per layer, to which a projection of its first embedding
+/// is added.
+#[derive(Clone, Debug)]
+pub struct LayerInputs {
+    /// Elements of each.
+    pub width: usize,
+    /// Embeddings of a token for all layers, one after another.
+    pub table: TensorInfo,
 }
 
 /// Elements of a head that are rotated together.
@@ -405,6 +468,8 @@ pub struct LayerSpec {
     pub kind: LayerKind,
     /// Whether it is one of the attention layers of [`AttentionSpec::local`].
     pub local: bool,
+    /// Whether it attends to the keys and values of the last layer of its kind that has its own.
+    pub borrows: bool,
     /// Weights of products, in the order of use; the units of a layer's residency.
     pub matrices: Vec<Matrix>,
     /// Norms, biases and convolutions: small, and resident in every plan.
@@ -451,6 +516,12 @@ pub enum Role {
     Gates,
     /// Attention keys.
     Key,
+    /// Gate of the layer's own input.
+    LayerGate,
+    /// The layer's own input from a token's embedding.
+    LayerInput,
+    /// The layer's own input, back to the residual stream.
+    LayerOutput,
     /// Mixer output, back to the residual stream.
     Output,
     /// Attention queries, and their gate if present.
@@ -490,6 +561,12 @@ pub enum Vector {
     KeyBias,
     /// Norm of each key head, or of all as one.
     KeyNorm,
+    /// Norm of the projection to the layer's own input.
+    LayerInputNorm,
+    /// Norm of what the layer's own input adds.
+    LayerPostNorm,
+    /// Factor of the residual stream after the layer.
+    LayerScale,
     /// Norm before the mixer, if the family has one.
     MixerNorm,
     /// Bias of that norm, which then subtracts the mean first.

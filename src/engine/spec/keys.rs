@@ -2,14 +2,16 @@
 
 use super::{
     family::{
-        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LocalAttention,
-        Pairing, Scores, Temperature,
+        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
+        LocalAttention, Pairing, Scores, Temperature,
     },
+    layers::LAYER_PROJECTION,
     limits::{
         EXPERTS_MAX, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX,
         POSITIONS_MAX, TAPS_MAX, WIDTH_MAX, len, root,
     },
     rotation::Rotation,
+    tensors::{bad_shape, tensor},
 };
 use crate::{error::LoadErrorKind, gguf::Header};
 
@@ -65,12 +67,35 @@ impl Keys<'_> {
         self.positive(key, self.optional_of_layers(key, limit)?)
     }
 
-    /// Zeros belong to layers without it: recurrent layers have no KV heads.
+    /// The number of one layer, where writers may store it per layer.
+    pub(super) fn count_of_layer(
+        &self,
+        key: &str,
+        limit: usize,
+        layer: usize,
+    ) -> Result<usize, LoadErrorKind> {
+        self.positive(key, self.optional_of(key, limit, |other| other == layer)?)
+    }
+
     fn optional_of_layers(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
+        self.optional_of(key, limit, |_| true)
+    }
+
+    /// The number of some layers, which must be equal. Zeros belong to layers without it: recurrent layers have no KV
+    /// heads.
+    fn optional_of(
+        &self,
+        key: &str,
+        limit: usize,
+        layers: impl Fn(usize) -> bool,
+    ) -> Result<Option<usize>, LoadErrorKind> {
         let Some(list) = self.header.ints(&self.full(key)) else {
             return self.optional(key, limit);
         };
-        let mut counts = list.iter().copied().filter(|&count| count != 0);
+        let of_layers = list.iter().enumerate().filter(|(layer, _)| layers(*layer));
+        let mut counts = of_layers
+            .map(|(_, &count)| count)
+            .filter(|&count| count != 0);
         let first = counts.next().unwrap_or(0);
         if let Some(other) = counts.find(|&count| count != first) {
             return Err(self.wrong(key, format!("it differs by layer: {first} and {other}")));
@@ -156,15 +181,10 @@ impl Keys<'_> {
         depth: usize,
     ) -> Result<AttentionSpec, LoadErrorKind> {
         let heads = self.count_of_layers("attention.head_count", HEADS_MAX)?;
-        let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
-        // Zero only in a list for a model without attention layers.
-        let kv_heads = kv_heads.filter(|heads| *heads > 0).unwrap_or(heads);
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(self.wrong(
-                "attention.head_count_kv",
-                format!("{kv_heads} does not divide {heads} heads"),
-            ));
-        }
+        let two_kinds = architecture == Architecture::Gemma4;
+        let kv_heads = self.kv_heads(heads, |layer| {
+            !two_kinds || !self.is_local(architecture, layer)
+        })?;
         let lacking = match (architecture, depth) {
             (Architecture::Exaone4, EXAONE4_32B_LAYERS) => Some("windows"),
             (Architecture::StableLm, STABLELM_12B_LAYERS) => Some("parts that compute in parallel"),
@@ -175,25 +195,36 @@ impl Keys<'_> {
             return Err(self.wrong("block_count", problem));
         }
         let head_dim = self.head_dim(width)?;
-        let value_dim = self
-            .optional("attention.value_length", HEAD_DIM_MAX)?
-            .unwrap_or(head_dim);
-        if value_dim != head_dim || head_dim == 0 || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
-            return Err(self.wrong(
-                "attention.key_length",
-                format!(
-                    "heads of {head_dim} and {value_dim} elements: both must be one multiple of {HEAD_DIM_MULTIPLE}"
-                ),
-            ));
-        }
+        self.check_head("attention.value_length", head_dim)?;
+        let rotary = self.rotary(width)?;
+        let (local_dim, local_rotary, local_kv_heads) = match two_kinds {
+            true => {
+                self.count("attention.sliding_window", u32::MAX as usize)?;
+                let dim = self.count("attention.key_length_swa", HEAD_DIM_MAX)?;
+                self.check_head("attention.value_length_swa", dim)?;
+                let rotary = self.rotary_of("rope.dimension_count_swa", dim)?;
+                let is_local = |layer| self.is_local(architecture, layer);
+                (dim, rotary, self.kv_heads(heads, is_local)?)
+            }
+            false => (head_dim, rotary, kv_heads),
+        };
+        let local = |window, rotation| LocalAttention {
+            window,
+            rotation,
+            kv_heads: local_kv_heads,
+            head_dim: local_dim,
+            rotary: local_rotary,
+        };
         let local = match architecture {
-            Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Olmo2 => self
+            Architecture::Gemma2
+            | Architecture::Gemma3
+            | Architecture::Gemma4
+            | Architecture::Olmo2 => self
                 .optional("attention.sliding_window", u32::MAX as usize)?
                 .or((architecture == Architecture::Gemma2).then_some(GEMMA2_WINDOW))
                 .filter(|&window| window > 0)
-                .map(|window| LocalAttention {
-                    window: Some(window),
-                    rotation: match architecture {
+                .map(|window| {
+                    let rotation = match architecture {
                         Architecture::Gemma2 => rotation,
                         // As in llama.cpp: without the scaling of the other layers, and with their base.
                         Architecture::Olmo2 => Rotation::plain(rotation.base),
@@ -202,12 +233,10 @@ impl Keys<'_> {
                                 .f32(&self.full("rope.freq_base_swa"))
                                 .unwrap_or(LOCAL_BASE),
                         ),
-                    },
+                    };
+                    local(Some(window), rotation)
                 }),
-            Architecture::SmolLm3 => Some(LocalAttention {
-                window: None,
-                rotation: Rotation::STILL,
-            }),
+            Architecture::SmolLm3 => Some(local(None, Rotation::STILL)),
             _ => None,
         };
         Ok(AttentionSpec {
@@ -218,6 +247,7 @@ impl Keys<'_> {
                 // The 27B models, recognised by their depth as in llama.cpp.
                 Architecture::Gemma2 if depth == GEMMA2_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
+                Architecture::Gemma4 => 1.0,
                 Architecture::Granite => self.factor("attention.scale", 1.0 / root(head_dim))?,
                 _ => 1.0 / root(head_dim),
             },
@@ -225,7 +255,7 @@ impl Keys<'_> {
                 Architecture::Gemma2 => Some(self.factor("attn_logit_softcapping", SCORE_CAP)?),
                 _ => None,
             },
-            rotary: self.rotary(width)?,
+            rotary,
             rotation,
             local,
             pairing: match architecture {
@@ -236,7 +266,97 @@ impl Keys<'_> {
                 _ => Pairing::Halves,
             },
             gated: architecture.is_qwen35(),
+            values_normed: architecture == Architecture::Gemma4,
         })
+    }
+
+    /// Key and value heads of these layers; all heads in a list of zeros, of a model without attention layers.
+    fn kv_heads(
+        &self,
+        heads: usize,
+        layers: impl Fn(usize) -> bool,
+    ) -> Result<usize, LoadErrorKind> {
+        let key = "attention.head_count_kv";
+        let found = self.optional_of(key, HEADS_MAX, layers)?;
+        let kv_heads = found.filter(|heads| *heads > 0).unwrap_or(heads);
+        if heads.is_multiple_of(kv_heads) {
+            Ok(kv_heads)
+        } else {
+            Err(self.wrong(key, format!("{kv_heads} does not divide {heads} heads")))
+        }
+    }
+
+    /// Refuses heads whose values have another length (`key`) than their keys, or one that no kernel supports.
+    fn check_head(&self, key: &str, head_dim: usize) -> Result<(), LoadErrorKind> {
+        let value_dim = self.optional(key, HEAD_DIM_MAX)?.unwrap_or(head_dim);
+        if value_dim == head_dim && head_dim > 0 && head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
+            return Ok(());
+        }
+        Err(self.wrong(
+            &key.replace("value", "key"),
+            format!(
+                "heads of {head_dim} and {value_dim} elements: both must be one multiple of {HEAD_DIM_MULTIPLE}"
+            ),
+        ))
+    }
+
+    /// Layers at the end without keys and values of their own, each of which uses those of an earlier layer of its kind.
+    pub(super) fn borrowing(
+        &self,
+        architecture: Architecture,
+        depth: usize,
+    ) -> Result<usize, LoadErrorKind> {
+        let key = "attention.shared_kv_layers";
+        if architecture != Architecture::Gemma4 {
+            return Ok(0);
+        }
+        let borrowing = self.optional(key, depth)?.unwrap_or(0);
+        let own = depth - borrowing;
+        let kind = |layer: usize| self.is_local(architecture, layer);
+        match (own..depth).find(|layer| (0..own).all(|other| kind(other) != kind(*layer))) {
+            None => Ok(borrowing),
+            Some(layer) => Err(self.wrong(
+                key,
+                format!("layer {layer} has no earlier layer of its kind among the first {own}"),
+            )),
+        }
+    }
+
+    /// Inputs of their own for `depth` layers, if they have them.
+    pub(super) fn layer_inputs(
+        &self,
+        architecture: Architecture,
+        depth: usize,
+        vocabulary: usize,
+    ) -> Result<Option<LayerInputs>, LoadErrorKind> {
+        let key = "embedding_length_per_layer_input";
+        if architecture != Architecture::Gemma4 {
+            return Ok(None);
+        }
+        let Some(width) = self.optional(key, WIDTH_MAX)?.filter(|&width| width > 0) else {
+            return Ok(None);
+        };
+        let table = tensor(self.header, "per_layer_token_embd.weight")?;
+        let projection = tensor(self.header, LAYER_PROJECTION)?;
+        let (all, columns) = (
+            (depth * width) as u64,
+            self.count("embedding_length", WIDTH_MAX)?,
+        );
+        if !table.has_dims(&[all, vocabulary as u64]) {
+            return Err(bad_shape(table, &format!("[{all}, {vocabulary}]")));
+        }
+        if !projection.has_dims(&[columns as u64, all]) {
+            return Err(bad_shape(projection, &format!("[{columns}, {all}]")));
+        }
+        if !width.is_multiple_of(table.dtype.block_size()) {
+            let problem = format!(
+                "{width} is no multiple of {} elements",
+                table.dtype.block_size()
+            );
+            return Err(self.wrong(key, problem));
+        }
+        let table = table.clone();
+        Ok(Some(LayerInputs { width, table }))
     }
 
     /// Growth of queries with their position (`mistral3`), as in llama.cpp's `llm_graph_input_attn_temp`.
@@ -344,15 +464,13 @@ impl Keys<'_> {
 
     /// Rotated elements of a head.
     pub(super) fn rotary(&self, width: usize) -> Result<usize, LoadErrorKind> {
-        let head_dim = self.head_dim(width)?;
-        let rotary = self
-            .optional("rope.dimension_count", HEAD_DIM_MAX)?
-            .unwrap_or(head_dim);
+        self.rotary_of("rope.dimension_count", self.head_dim(width)?)
+    }
+
+    fn rotary_of(&self, key: &str, head_dim: usize) -> Result<usize, LoadErrorKind> {
+        let rotary = self.optional(key, HEAD_DIM_MAX)?.unwrap_or(head_dim);
         if rotary == 0 || rotary > head_dim || !rotary.is_multiple_of(2) {
-            return Err(self.wrong(
-                "rope.dimension_count",
-                format!("{rotary} of {head_dim} elements"),
-            ));
+            return Err(self.wrong(key, format!("{rotary} of {head_dim} elements")));
         }
         Ok(rotary)
     }

@@ -22,6 +22,8 @@ pub(super) struct LayerBuilder<'spec> {
     pub(super) feed_forward: usize,
     pub(super) experts: Option<&'spec ExpertSpec>,
     pub(super) attention: &'spec AttentionSpec,
+    /// The layer's index, and the width of its own input, if it has one.
+    pub(super) input: Option<(usize, usize)>,
 }
 
 impl LayerBuilder<'_> {
@@ -29,11 +31,10 @@ impl LayerBuilder<'_> {
         &self,
         architecture: Architecture,
         local: bool,
+        borrows: bool,
     ) -> Result<LayerSpec, LoadErrorKind> {
-        let spec = self.attention;
-        let query = spec.heads * spec.head_dim;
-        let kv = spec.kv_heads * spec.head_dim;
-        let projected = if spec.gated { 2 * query } else { query };
+        let spec = self.attention.of_layers(local);
+        let (query, kv, projected) = (spec.query(), spec.kv(), spec.projected());
         let norms = architecture.norms();
         let mut vectors = Vec::new();
         if norms.before {
@@ -64,8 +65,15 @@ impl LayerBuilder<'_> {
             .find("attn_qkv.bias")
             .map(|info| self.bias_parts(info, rows))
             .transpose()?;
-        for (index, (role, bias, name, rows)) in parts.into_iter().enumerate() {
+        let own = if borrows { 1 } else { parts.len() };
+        for (index, (role, bias, name, rows)) in parts.into_iter().take(own).enumerate() {
             if !fused {
+                // Gemma 4 12B has no values in some layers: they are the projected keys.
+                let lacks = role == Role::Value && self.find("attn_v.weight").is_none();
+                let name = match lacks && architecture == Architecture::Gemma4 {
+                    true => "attn_k",
+                    false => name,
+                };
                 matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
             }
             match fused_bias.as_ref().and_then(|parts| parts.get(index)) {
@@ -87,7 +95,9 @@ impl LayerBuilder<'_> {
         };
         if let Some((query, key)) = lengths {
             vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[query])?);
-            vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?);
+            if !borrows {
+                vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?);
+            }
         }
         if norms.after {
             vectors.push(self.vector(
@@ -102,9 +112,11 @@ impl LayerBuilder<'_> {
             )?);
         }
         self.feed_forward(architecture, &mut matrices, &mut vectors)?;
+        self.layer_input(&mut matrices, &mut vectors)?;
         Ok(LayerSpec {
             kind: LayerKind::Attention,
             local,
+            borrows,
             matrices,
             vectors,
         })
@@ -138,6 +150,7 @@ impl LayerBuilder<'_> {
         Ok(LayerSpec {
             kind: LayerKind::Recurrent,
             local: false,
+            borrows: false,
             matrices,
             vectors,
         })
@@ -180,6 +193,7 @@ impl LayerBuilder<'_> {
         Ok(LayerSpec {
             kind: LayerKind::Recurrent,
             local: false,
+            borrows: false,
             matrices,
             vectors,
         })
@@ -239,6 +253,32 @@ impl LayerBuilder<'_> {
         Ok(())
     }
 
+    /// The layer's own input, and the factor of its result.
+    fn layer_input(
+        &self,
+        matrices: &mut Vec<Matrix>,
+        vectors: &mut Vec<(Vector, TensorInfo)>,
+    ) -> Result<(), LoadErrorKind> {
+        let width = self.width;
+        if let Some((index, inner)) = self.input {
+            matrices.push(self.matrix(Role::LayerGate, "inp_gate.weight", width, inner)?);
+            let all = tensor(self.header, LAYER_PROJECTION)?;
+            let row_bytes = width / all.dtype.block_size() * all.dtype.type_size();
+            let part = TensorInfo {
+                dims: vec![width as u64, inner as u64],
+                offset: all.offset + (index * inner * row_bytes) as u64,
+                bytes: Bytes::of_len(inner * row_bytes),
+                ..all.clone()
+            };
+            matrices.push(Self::matrix_of(Role::LayerInput, part, width, inner));
+            matrices.push(self.matrix(Role::LayerOutput, "proj.weight", inner, width)?);
+            let norm = vector(self.header, LAYER_INPUT_NORM, &[inner])?;
+            vectors.push((Vector::LayerInputNorm, norm));
+            vectors.push(self.vector(Vector::LayerPostNorm, "post_norm.weight", &[width])?);
+        }
+        self.bias(Vector::LayerScale, "layer_output_scale.weight", 1, vectors)
+    }
+
     fn mixture(
         &self,
         spec: &ExpertSpec,
@@ -279,7 +319,7 @@ impl LayerBuilder<'_> {
         Ok(())
     }
 
-    /// A bias, if the file has one.
+    /// A bias or a factor, if the file has one.
     fn bias(
         &self,
         bias: Vector,
@@ -382,5 +422,9 @@ impl LayerBuilder<'_> {
     }
 }
 
+/// Projection of a token's embedding to the inputs of all layers, whose rows are one after another.
+pub(super) const LAYER_PROJECTION: &str = "per_layer_model_proj.weight";
+/// Norm of the projection to each layer's input.
+pub(super) const LAYER_INPUT_NORM: &str = "per_layer_proj_norm.weight";
 /// The first expert's gate in files of before April 2024, when each expert had tensors of its own.
 const OLD_EXPERT: &str = "ffn_gate.0.weight";

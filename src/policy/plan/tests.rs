@@ -265,14 +265,14 @@ proptest! {
         resident_min in 0u32..50,
         mode in prop::sample::select(MODES.to_vec()),
         kinds in (prop::sample::select(KvType::ALL.to_vec()), prop::sample::select(KvType::ALL.to_vec())),
-        windowed in prop::option::of((1u32..=2, 1u32..40)),
+        windowed in prop::option::of((1u32..=2, 1u32..40, prop::option::of((1u32..=3, 1u32..=4)))),
         experts in prop::option::of(2u32..6),
         less in 0u64..3_000_000,
         (more, need) in (0u64..1_000_000, 0u64..1_000_000),
     ) {
         let kv = KvContents { touched: Tokens::new(4096), used: Tokens::new(used), ..KvContents::default() };
         let mut shape = shape(&layers, ring, block);
-        shape.kv.windowed = windowed.map(|(layers, blocks)| WindowedKv { layers, blocks });
+        shape.kv.windowed = windowed.map(|(layers, blocks, heads)| WindowedKv { layers, blocks, heads });
         if let Some(parts) = experts {
             let_most_be_experts(&mut shape, parts);
         }

@@ -178,6 +178,36 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
 }
 
 #[test]
+fn keys_that_gemma_4_does_not_use_stay_in_the_file() {
+    let file = tiny(Architecture::Gemma4, GgmlDType::Q8_0);
+    let mut parts = Parts::of(&file);
+    // Converters keep those of layers that use the keys and values of others.
+    for name in ["attn_k.weight", "attn_v.weight"] {
+        parts.add(&format!("blk.3.{name}"), &[128, 256]);
+    }
+    parts.add("blk.3.attn_k_norm.weight", &[64]);
+    let theirs = parts.write();
+    assert_eq!(reference(&theirs.path, 2), reference(&file.path, 2));
+    for (key, value, problem) in [
+        (
+            "attention.shared_kv_layers",
+            Value::U32(3),
+            "metadata `gemma4.attention.shared_kv_layers`: layer 1 has no earlier layer of its kind among the first 1",
+        ),
+        (
+            "embedding_length_per_layer_input",
+            Value::U32(64),
+            "tensor `per_layer_token_embd.weight`",
+        ),
+    ] {
+        let mut other = Parts::of(&file);
+        other.entries.insert(format!("gemma4.{key}"), value);
+        let refused = refused(&other.write());
+        assert!(refused.starts_with(problem), "{refused}");
+    }
+}
+
+#[test]
 fn a_file_of_gemma_2_without_caps_and_window_has_those_of_llama_cpp() {
     let mut parts = Parts::of(&tiny(Architecture::Gemma2, GgmlDType::Q8_0));
     for key in [
@@ -255,11 +285,6 @@ fn numbers_may_be_given_for_each_layer_and_axes_of_one_element_at_the_end_count_
             [2, 1, 2, 2],
             "it differs by layer: 2 and 1",
         ),
-        (
-            "feed_forward_length",
-            [256, 256, 128, 256],
-            "it differs by layer: 256 and 128",
-        ),
         ("attention.head_count", [0; 4], "it is 0"),
     ] {
         let mut parts = Parts::of(&file);
@@ -270,6 +295,12 @@ fn numbers_may_be_given_for_each_layer_and_axes_of_one_element_at_the_end_count_
             format!("metadata `{key}`: {problem}")
         );
     }
+    let mut parts = Parts::of(&file);
+    parts.list("llama.feed_forward_length", &[256, 256, 128, 256]);
+    assert_eq!(
+        refused(&parts.write()),
+        "tensor `blk.2.ffn_gate.weight` has dimensions [256, 256], which do not fit a model whose header says [256, 128]"
+    );
     let mut parts = Parts::of(&file);
     parts.entries.insert(
         "llama.block_count".to_owned(),
@@ -308,7 +339,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );

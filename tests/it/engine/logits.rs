@@ -6,7 +6,7 @@ use crate::weights::Weights as _;
 use cotenant::engine::{
     gguf::GgmlDType,
     spec::Architecture,
-    synthetic::{Synthetic, TypeMix},
+    synthetic::{Gemma4, Synthetic, TypeMix},
 };
 
 use super::{go, greedy, open, plan, write};
@@ -74,7 +74,15 @@ fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_oth
         let seed = if is_even { 9 } else { model.seed };
         (Synthetic { seed, ..model }, mix)
     });
-    for (model, mix) in tiny.chain([(odd(), "q5_0-odd")]) {
+    // Gemma 4 without inputs of its own for layers has values that are its keys.
+    let plain = Synthetic {
+        gemma4: Gemma4 {
+            local_kv_heads: 4,
+            ..Gemma4::NONE
+        },
+        ..Synthetic::tiny(Architecture::Gemma4, TypeMix::All(GgmlDType::F32), 7)
+    };
+    for (model, mix) in tiny.chain([(odd(), "q5_0-odd"), (plain, "f32-plain")]) {
         let name = model.architecture.name();
         let file = write(&model);
         let reference = |attention: &str| -> Vec<f32> {

@@ -7,7 +7,7 @@ use super::{
     copying::Copying,
     flash::{self, Cells, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
-    float::{all_finite, rms_in_place, rms_row_in_place},
+    float::{all_finite, rms_in_place, rms_of_row, rms_row_in_place},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
@@ -66,15 +66,18 @@ pub(crate) fn attend<'op>(
     };
     let offset = |part, head| offset_in_block(&cells_kind.shape, kind, job.layer, part, head);
     let (position, rows) = (job.position, job.rows);
-    let (key, value) = (access.write(&job.key)?, access.read(&job.value)?);
-    let broken = access.write(&job.broken)?;
-    for kept in [&*key, value] {
-        if !all_finite(kept.get(..rows * key_row).unwrap_or_default()) {
-            broken.fill(1.0);
+    let mut stored = None;
+    if let Some([key, value]) = &job.stored {
+        let (key, value) = (access.write(key)?, access.write(value)?);
+        let broken = access.write(&job.broken)?;
+        for kept in [&*key, &*value] {
+            if !all_finite(kept.get(..rows * key_row).unwrap_or_default()) {
+                broken.fill(1.0);
+            }
         }
+        stored = Some((Share::new(key), Share::new(value)));
     }
     let query = Share::new(access.write(&job.query)?);
-    let key = Share::new(key);
     let made = access.write(&job.out)?;
     let scratch = Share::new(access.write(&job.scratch)?);
     let copying = Copying::new(isa, &job.prepare, (rows, heads * dim), access)?;
@@ -104,8 +107,16 @@ pub(crate) fn attend<'op>(
                 spec.pairing == Pairing::Adjacent,
             );
         }
+        let Some((key, value)) = &stored else {
+            return;
+        };
         // SAFETY: each row is one item.
         let keys = unsafe { key.slice(row * key_row, key_row) };
+        // SAFETY: as above.
+        let values = unsafe { value.slice(row * key_row, key_row) };
+        for head in values.chunks_exact_mut(dim).filter(|_| spec.values_normed) {
+            rms_of_row(isa, head, epsilon);
+        }
         add_bias(keys, key_bias);
         if let Some(weight) = key_norms {
             rms_row_in_place(isa, keys, weight, epsilon);
@@ -125,7 +136,7 @@ pub(crate) fn attend<'op>(
             return;
         };
         for head in 0..kv_heads {
-            let values = &value[row * key_row + head * dim..][..dim];
+            let values = &values[head * dim..][..dim];
             let value_bias = value_bias.map(|bias| &bias[head * dim..][..dim]);
             for (part, source, bias) in [
                 (Part::Key, &keys[head * dim..][..dim], None),

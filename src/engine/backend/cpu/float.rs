@@ -181,6 +181,14 @@ kernel! {
         rms_in_place(row, weight, epsilon);
     }
 
+    /// As [`rms_row_in_place`], without weights.
+    pub(crate) fn rms_of_row(row: &mut [f32], epsilon: f32) {
+        let scale = rms_scale(row, epsilon);
+        for x in row {
+            *x *= scale;
+        }
+    }
+
     /// `gate = gelu(gate) · up`.
     pub(crate) fn gelu_mul(gate: &mut [f32], up: &[f32]) {
         for (g, u) in gate.iter_mut().zip(up) {

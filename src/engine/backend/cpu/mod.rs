@@ -258,11 +258,14 @@ fn norm<'op>(
     let width = job.width.max(1);
     let (stream, normed) = (access.write(&job.stream)?, access.write(&job.normed)?);
     let rows = same_len(stream, normed)? / width;
-    let (mut bias, mut post_norm, mut scale) = (None, None, None);
+    let (mut bias, mut post_norm, mut scale, mut sum) = (None, None, None, None);
     if let Some(residual) = &job.residual {
         bias = access.read_some(residual.bias.as_ref())?;
         post_norm = access.read_some(residual.norm.as_ref())?;
         scale = Some(residual.scale);
+        sum = access
+            .read_some(residual.sum.as_ref())?
+            .and_then(|sum| sum.first());
     }
     let copying = Copying::new(isa, &job.prepare, (rows, width), access)?;
     let (stream, normed) = (Share::new(stream), Share::new(normed));
@@ -282,6 +285,9 @@ fn norm<'op>(
                 normed.iter_mut().for_each(|value| *value *= scale);
             }
             float::add(isa, stream, normed);
+            if let Some(factor) = sum {
+                stream.iter_mut().for_each(|value| *value *= factor);
+            }
         }
         match (weight, norm_bias) {
             (Some(weight), Some(bias)) => {

@@ -591,19 +591,20 @@ impl Launcher {
         let (dim, query) = (spec.head_dim, spec.heads * spec.head_dim);
         let step = if spec.gated { 2 * dim } else { dim };
         let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
+        let Some([key, value]) = &job.stored else {
+            return Err(DeviceError::new(
+                "no kernel attends to the keys of another layer".to_owned(),
+            ));
+        };
         for (view, row) in [
             (&job.query, query_row),
-            (&job.key, key_row),
-            (&job.value, key_row),
+            (key, key_row),
+            (value, key_row),
             (&job.out, query),
         ] {
             self.fits(view, job.rows * row * 4)?;
         }
-        let (queries, keys, values) = (
-            self.at(&job.query)?,
-            self.at(&job.key)?,
-            self.at(&job.value)?,
-        );
+        let (queries, keys, values) = (self.at(&job.query)?, self.at(key)?, self.at(value)?);
         self.add_bias(queries, job.rows, job.query_bias.as_ref())?;
         self.add_bias(keys, job.rows, job.key_bias.as_ref())?;
         self.add_bias(values, job.rows, job.value_bias.as_ref())?;

@@ -16,9 +16,10 @@ use super::*;
 use crate::{disk::DiskTimeout, model::saved::Hindrance};
 
 fn tiny(path: &Path, architecture: Architecture, dtype: GgmlDType) {
-    // The fourth layer is the first one with attention.
+    // The fourth layer of Qwen3.5 is the first one with attention; two of Gemma 4 use the keys of others.
     let (layers, width) = match architecture {
         Architecture::Qwen35 => (4, 64),
+        Architecture::Gemma4 => (4, 32),
         _ => (2, 32),
     };
     Synthetic {
@@ -597,6 +598,7 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
         (Architecture::Qwen35, GgmlDType::Q8_0),
         (Architecture::Gemma2, GgmlDType::Q8_0),
         (Architecture::Gemma3, GgmlDType::Q8_0),
+        (Architecture::Gemma4, GgmlDType::Q8_0),
         (Architecture::StableLm, GgmlDType::Q8_0),
     ] {
         let folder = tempfile::tempdir().unwrap();
@@ -678,11 +680,12 @@ fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
     reused
 }
 
-const ALL_KINDS: [Architecture; 4] = [
+const ALL_KINDS: [Architecture; 5] = [
     Architecture::Qwen3,
     Architecture::Qwen35,
     Architecture::Gemma2,
     Architecture::Gemma3,
+    Architecture::Gemma4,
 ];
 
 #[test]

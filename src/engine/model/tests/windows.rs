@@ -138,7 +138,8 @@ fn layers_with_windows_keep_their_last_blocks_and_give_the_bits_of_a_whole_cache
         kv.windowed,
         Some(WindowedKv {
             layers: 1,
-            blocks: 11
+            blocks: 11,
+            heads: None
         })
     );
     let constant = kv.capacity_bytes(Tokens::new(2048), KvType::F16);
