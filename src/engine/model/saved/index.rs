@@ -11,6 +11,7 @@ use super::transfers::{ALIGNMENT, PIECE};
 use crate::{
     model::parked::{Conversation, common_prefix},
     reader::FileIdentity,
+    spec::POSITIONS_MAX,
 };
 use cotenant_policy::kv_type::KvType;
 
@@ -114,7 +115,10 @@ impl SavedConversation {
             && self.marks.iter().all(|mark| {
                 let (first, end, slots) = mark.windows;
                 let blocks = end.checked_sub(first);
-                mark.position as usize <= length && blocks.is_some_and(|blocks| blocks <= slots)
+                mark.position as usize <= length
+                    && end <= self.blocks.len()
+                    && slots <= WINDOW_SLOTS_MAX
+                    && blocks.is_some_and(|blocks| blocks <= slots)
             })
     }
 }
@@ -337,7 +341,8 @@ pub(super) fn read_header(
     if text.len() as u64 != bytes || crc32fast::hash(&text) != check {
         return Err(damaged("its header is damaged"));
     }
-    let header: Header<SavedConversation> = serde_json::from_slice(&text)?;
+    let header: Header<SavedConversation> =
+        serde_json::from_slice(&text).map_err(|error| damaged(&error.to_string()))?;
     let conversation = header.conversation;
     let place_bytes = place_bytes(conversation.kind);
     let is_whole = header.model == *model
@@ -356,6 +361,8 @@ pub(super) fn damaged(problem: &str) -> io::Error {
 const MAGIC: &str = "cotenant-conversation 4";
 /// Tokens of a block.
 pub(super) const BLOCK: usize = crate::kv::KV_BLOCK_TOKENS.get() as usize;
+/// Most blocks of a window: those of the longest context.
+const WINDOW_SLOTS_MAX: usize = POSITIONS_MAX as usize / BLOCK;
 /// Longest first line, in bytes.
 const FIRST_MAX: u64 = 128;
 /// Largest header. Our choice: a conversation of 262,144 tokens in decimal digits, and the checks of its blocks.
@@ -411,6 +418,30 @@ mod tests {
         assert_eq!(index.unused(u64::MAX), (Vec::new(), 4 * 12_288));
         assert_eq!(index.remove(2).len(), 3);
         assert_eq!(index.free(), index.slots_max() - 1);
+    }
+
+    #[test]
+    fn figures_of_a_header_that_cannot_be_are_refused() {
+        let with = |windows| {
+            let mut one = saved("hall", 0..130, &[0, 1, 2]);
+            one.marks.push(SavedMark {
+                position: 128,
+                is_fork: false,
+                windows,
+                copy: Vec::new(),
+            });
+            one.is_whole(200, 8, 100)
+        };
+        assert!(with((1, 3, 4)));
+        for windows in [
+            (2, 1, 4),
+            (0, 4, 4),
+            (0, 3, 2),
+            (usize::MAX - 1, usize::MAX, 1),
+            (0, 1, usize::MAX / 64),
+        ] {
+            assert!(!with(windows), "{windows:?}");
+        }
     }
 
     #[test]

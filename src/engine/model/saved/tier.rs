@@ -296,7 +296,10 @@ pub(super) fn expected(measured: u64, age: Duration) -> u64 {
     measured.min(usual).saturating_add(excess.unwrap_or(0))
 }
 
-/// Opens the folder and reads its headers; removes those that cannot be used, and names them.
+/// Opens the folder and reads its headers; removes those that are damaged or of another model, and names them.
+///
+/// # Errors
+/// When the disk fails. Everything stays.
 fn find(
     path: &Path,
     stamp: ModelStamp,
@@ -312,6 +315,8 @@ fn find(
             .and_then(|file| read_header(file, (&stamp, slot_bytes, vocabulary), place));
         match header {
             Ok(conversation) => conversations.push((number, conversation)),
+            // It was not read: the disk or a permission is at fault, and the conversation may be whole.
+            Err(error) if error.kind() != io::ErrorKind::InvalidData => return Err(error),
             Err(error) => {
                 tracing::warn!(
                     "cannot use saved conversation `{}`: {error}; it is removed",

@@ -905,8 +905,14 @@ fn damaged_and_foreign_saved_conversations_are_removed() {
     fs::write(&header, &text).unwrap();
     let (found, counts) = open(KvType::F16);
     assert_eq!((found, counts.reloaded, counts.failed), (4, 3, 1));
-    // A flipped bit of a block, and missing blocks.
+    // A header that cannot be read: nothing is removed, since the others may be whole.
     save();
+    let unreadable = saved.join("9");
+    symlink(&saved, &unreadable).unwrap();
+    assert_eq!(open(KvType::F16).0, 0);
+    fs::remove_file(&unreadable).unwrap();
+    assert_eq!(open(KvType::F16).0, 4);
+    // A flipped bit of a block, and missing blocks.
     let blocks = saved.join("blocks");
     let bytes = fs::read(&blocks).unwrap();
     let mut other = bytes.clone();
