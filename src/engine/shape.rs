@@ -301,9 +301,15 @@ impl ExpertRooms {
         let extents_of = |expert: usize| {
             matrices.iter().map(move |(_, matrix, name)| {
                 let bytes = matrix.rows / spec.count * matrix.row_bytes;
+                // Twice as many where the tensor holds both factors, of which this one is the second.
+                let step = matrix.tensor.bytes.as_len() / spec.count;
+                let first = match matrix.role {
+                    Role::ExpertUp => step - bytes,
+                    _ => 0,
+                };
                 Extent {
                     what: Arc::clone(name),
-                    offset: matrix.tensor.offset + (expert * bytes) as u64,
+                    offset: matrix.tensor.offset + (expert * step + first) as u64,
                     bytes,
                 }
             })
@@ -587,7 +593,7 @@ impl Widths {
             .map_or(0, |experts| experts.inner)
             .max(inputs.map_or(0, |inputs| inputs.width))
             .max(spec.feed_forward);
-        let shared = usize::from(experts.is_some_and(|experts| experts.shared > 0));
+        let shared = usize::from(experts.is_some_and(|experts| experts.beside.width() > 0));
         Self {
             stream: spec.width,
             wide: projected.max(of(RecurrentSpec::inputs)).max(ff),

@@ -28,8 +28,9 @@ mod tensors;
 
 pub(super) use family::HeadNorms;
 pub use family::{
-    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
-    LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores, Temperature, Vector,
+    Activation, Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec,
+    LayerInputs, LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores,
+    Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -204,7 +205,7 @@ impl Spec {
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let experts = keys.experts(architecture, depth)?;
         let feed_forward_of = |layer| match &experts {
-            Some(experts) if experts.shared > 0 => Ok(experts.shared),
+            Some(experts) if experts.beside.width() > 0 => Ok(experts.beside.width()),
             Some(experts) if experts.dense == 0 => Ok(experts.inner),
             _ => keys.count_of_layer("feed_forward_length", WIDTH_MAX, layer),
         };

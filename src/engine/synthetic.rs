@@ -617,8 +617,15 @@ impl Synthetic {
                 false => 0,
             };
             if experts > 0 {
-                stack("ffn_gate_exps", width, inner, false, experts);
-                stack("ffn_up_exps", width, inner, false, experts);
+                if self.architecture == Architecture::Gemma4 {
+                    stack("ffn_gate_up_exps", width, 2 * inner, false, experts);
+                    stack("ffn_gate", width, inner, false, 0);
+                    stack("ffn_up", width, inner, false, 0);
+                    stack("ffn_down", inner, width, true, 0);
+                } else {
+                    stack("ffn_gate_exps", width, inner, false, experts);
+                    stack("ffn_up_exps", width, inner, false, experts);
+                }
                 stack("ffn_down_exps", inner, width, true, experts);
                 if self.architecture == Architecture::Qwen35Moe {
                     stack("ffn_gate_shexp", width, inner, false, 0);
@@ -673,6 +680,13 @@ impl Synthetic {
             }
             if self.gemma4.layer_inputs > 0 {
                 vector("post_norm.weight", width, Draw::Norm);
+            }
+            if self.architecture == Architecture::Gemma4 && experts > 0 {
+                vector("ffn_gate_inp.scale", width, Draw::Norm);
+                vector("ffn_down_exps.scale", experts, Draw::Norm);
+                for name in ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"] {
+                    vector(&format!("{name}.weight"), width, Draw::Norm);
+                }
             }
             match self.architecture {
                 Architecture::Gemma4 => vector("layer_output_scale.weight", 1, Draw::Norm),

@@ -157,14 +157,16 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
         .and_then(|rest| rest.split_once('.'))
     else {
         return match name {
-            "token_embd.weight" => TensorKind::Embedding,
+            "token_embd.weight" | "per_layer_token_embd.weight" => TensorKind::Embedding,
             "output.weight" => TensorKind::Head,
+            "per_layer_model_proj.weight" => TensorKind::FeedForward,
             _ => TensorKind::Vectors,
         };
     };
     let is_matrix = info.dims.len() > 1 && !rest.starts_with("ssm_conv1d");
     match rest {
         _ if !is_matrix => TensorKind::Vectors,
+        "inp_gate.weight" | "proj.weight" => TensorKind::FeedForward,
         _ if rest.starts_with("ffn_") => TensorKind::FeedForward,
         _ if header.tensor(&format!("blk.{block}.ssm_a")).is_some() => TensorKind::Recurrent,
         _ => TensorKind::Attention,
@@ -181,7 +183,7 @@ fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
         _ if has("embed_tokens") => TensorKind::Embedding,
         _ if has("lm_head") => TensorKind::Head,
         _ if tensor.dims.len() < 2 || has("conv1d") => TensorKind::Vectors,
-        _ if has(".mlp.") || has(".feed_forward.") => TensorKind::FeedForward,
+        _ if has(".mlp.") || has(".feed_forward.") || has("per_layer_") => TensorKind::FeedForward,
         _ if has(".linear_attn.") => TensorKind::Recurrent,
         _ if has(".self_attn.") => TensorKind::Attention,
         _ => TensorKind::Vectors,

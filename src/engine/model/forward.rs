@@ -626,12 +626,17 @@ impl Pass<'_, '_> {
     pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
         self.norm(index, Some(FFN_NORM), &[Role::FfnGate, Role::FfnUp])?;
         self.gated(index, Slot::Normed)?;
+        self.residual = Some(self.ffn_residual(index));
+        Ok(())
+    }
+
+    /// Returns how the output of the feed-forward part, or of experts, is added to the residual stream.
+    pub(super) fn ffn_residual(&self, index: usize) -> Residual {
         let (bias, norm) = (Vector::FfnDownBias, Vector::FfnPostNorm);
-        self.residual = Some(match self.model.spec.layer_inputs.is_some() {
+        match self.model.spec.layer_inputs.is_some() {
             true => self.residual(index, bias, norm),
             false => self.last_residual(index, bias, norm),
-        });
-        Ok(())
+        }
     }
 
     /// Computes the feed-forward part of the normed rows.

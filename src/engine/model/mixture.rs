@@ -9,11 +9,14 @@ use super::{
     workspace::Slot,
 };
 use crate::{
-    backend::{Activate, Backend, Combine, Gather, Multiply, Operation, Product, Span, View},
+    backend::{
+        Activate, Backend, Combine, Gather, Multiply, Norm, Operation, Product, Residual, Span,
+        View,
+    },
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{ExpertLayout, Layout},
-    spec::{ExpertSpec, LayerSpec, Matrix, Role, Scores, Vector},
+    spec::{Beside, ExpertSpec, LayerSpec, Matrix, Role, Scores, Vector},
 };
 
 /// Experts of the rows of a chunk.
@@ -51,11 +54,21 @@ pub(super) fn compute(
     spec: &ExpertSpec,
 ) -> Result<(), Failure> {
     let (width, count, rows) = (pass.model.spec.width, spec.count, pass.rows);
-    let roles = [Role::Router, Role::SharedGate, Role::FfnGate, Role::FfnUp];
-    pass.norm(index, Some(FFN_NORM), &roles)?;
-    pass.products(index, Slot::Normed, &[(Role::Router, Slot::Third, count)])?;
+    let router = [(Role::Router, Slot::Third, count)];
+    if let Beside::Normed(_) = spec.beside {
+        let scale = [Vector::RouterScale, Vector::FfnNormBias];
+        pass.norm(index, Some(scale), &[Role::Router])?;
+        pass.products(index, Slot::Normed, &router)?;
+        pass.norm(index, Some(FFN_NORM), &[Role::FfnGate, Role::FfnUp])?;
+        pass.gated(index, Slot::Experts)?;
+        pass.norm(index, Some([Vector::ExpertNorm, Vector::FfnNormBias]), &[])?;
+    } else {
+        let roles = [Role::Router, Role::SharedGate, Role::FfnGate, Role::FfnUp];
+        pass.norm(index, Some(FFN_NORM), &roles)?;
+        pass.products(index, Slot::Normed, &router)?;
+    }
     let mut shared: Vec<f32> = Vec::new();
-    if spec.shared > 0 {
+    if let Beside::Gated(_) = spec.beside {
         // Its outputs come before those of the others.
         pass.products(index, Slot::Normed, &[(Role::SharedGate, Slot::Fourth, 1)])?;
         pass.gated(index, Slot::Experts)?;
@@ -63,26 +76,91 @@ pub(super) fn compute(
         let gates = model.backend.read(&model.workspace.fourth, 0..rows)?;
         shared.extend(gates.iter().map(|gate| sigmoid(*gate)));
     }
+    let bias = vector_of(pass, index, Vector::ScoreBias)?.unwrap_or_else(|| vec![0.0; count]);
+    let factors = vector_of(pass, index, Vector::ExpertScale)?;
     let model = &mut pass.model;
-    let bias = match model.layout.fixed.vector(index, Vector::ScoreBias) {
-        Some(range) => model.backend.read(model.weights.fixed(), range)?.to_vec(),
-        None => vec![0.0; count],
-    };
     let logits = model
         .backend
         .read(&model.workspace.third, 0..rows * count)?;
-    let choice = Choice::of((logits, &bias), spec, &shared);
+    let scale = match spec.beside {
+        Beside::Normed(_) => root(width).recip(),
+        _ => 1.0,
+    };
+    let logits: Vec<f32> = logits.iter().map(|logit| logit * scale).collect();
+    let beside = if spec.beside.width() > 0 { rows } else { 0 };
+    let mut choice = Choice::of((&logits, &bias), spec, (beside, &shared));
+    if let Some(factors) = factors {
+        choice.scale(&factors);
+    }
     experts(pass, index, &choice)?;
     let workspace = &pass.model.workspace;
-    let outputs = rows * (spec.used + usize::from(spec.shared > 0));
+    let outputs = rows * (spec.used + usize::from(spec.beside.width() > 0));
     pass.model.backend.queue(Operation::Combine(Combine {
         from: workspace.experts.view(0..outputs * width),
         terms: choice.terms.into(),
         width,
-        to: workspace.normed.view(0..pass.rows * width),
+        to: workspace.normed.view(0..rows * width),
     }))?;
-    pass.residual = Some(pass.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
+    if let Beside::Normed(_) = spec.beside {
+        add_beside(pass, index)?;
+    }
+    pass.residual = Some(pass.ffn_residual(index));
     Ok(())
+}
+
+/// Adds the output of the part beside the experts to theirs, each by its own norm.
+fn add_beside(pass: &mut Pass<'_, '_>, index: usize) -> Result<(), Failure> {
+    let (width, epsilon) = (pass.model.spec.width, pass.model.spec.epsilon);
+    let floats = 0..pass.rows * width;
+    let (weights, fixed) = (&pass.model.weights, &pass.model.layout.fixed);
+    let vector = |vector| weights.vector(fixed, index, vector);
+    let work = &pass.model.workspace;
+    let beside = work.mixed.view(floats.clone());
+    let of_beside = Norm {
+        stream: work.experts.view(floats.clone()),
+        normed: beside.clone(),
+        residual: None,
+        width,
+        weight: vector(Vector::FfnBesideNorm),
+        bias: None,
+        epsilon,
+        prepare: pass.prepare(index, &[], 0),
+    };
+    let of_experts = Norm {
+        stream: beside,
+        normed: work.normed.view(floats),
+        residual: Some(Residual {
+            bias: None,
+            norm: vector(Vector::ExpertPostNorm),
+            scale: 1.0,
+            sum: None,
+        }),
+        weight: None,
+        ..of_beside.clone()
+    };
+    for norm in [of_beside, of_experts] {
+        pass.model.backend.queue(Operation::Norm(norm))?;
+    }
+    Ok(())
+}
+
+/// Reads a vector of a layer, if it has one of this kind.
+fn vector_of(
+    pass: &mut Pass<'_, '_>,
+    index: usize,
+    vector: Vector,
+) -> Result<Option<Vec<f32>>, Failure> {
+    let model = &mut pass.model;
+    let Some(range) = model.layout.fixed.vector(index, vector) else {
+        return Ok(None);
+    };
+    let read = model.backend.read(model.weights.fixed(), range)?;
+    Ok(Some(read.to_vec()))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
+fn root(number: usize) -> f32 {
+    (number as f32).sqrt()
 }
 
 /// Computes the chosen experts, first those in memory; the others are read meanwhile.
@@ -387,9 +465,13 @@ impl Weights {
 }
 
 impl Choice {
-    /// Chooses by the logits of a router and the bias of each expert. The first outputs are those of the expert that
-    /// computes every row, if there is one, with the weights `shared`.
-    fn of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec, shared: &[f32]) -> Self {
+    /// Chooses by the logits of a router and the bias of each expert. The first `beside` outputs are those of the part
+    /// that computes every row, which `shared` weighs if they are added to the others.
+    fn of(
+        (logits, bias): (&[f32], &[f32]),
+        spec: &ExpertSpec,
+        (beside, shared): (usize, &[f32]),
+    ) -> Self {
         let rows = logits.chunks_exact(spec.count.max(1));
         let chosen: Vec<Vec<(usize, f32)>> = rows.map(|row| best_of((row, bias), spec)).collect();
         let mut experts: Vec<Chosen> = (0..spec.count)
@@ -405,7 +487,7 @@ impl Choice {
                 }
             }
         }
-        let mut first = shared.len();
+        let mut first = beside;
         for one in &mut experts {
             one.first = first;
             first += one.rows.len();
@@ -424,6 +506,17 @@ impl Choice {
         }
         experts.retain(|one| !one.rows.is_empty());
         Self { experts, terms }
+    }
+
+    /// Multiplies the weights by the factor of each expert's output.
+    fn scale(&mut self, factors: &[f32]) {
+        for one in &self.experts {
+            let outputs = one.first..one.first + one.rows.len();
+            let factor = factors.get(one.expert).copied().unwrap_or(1.0);
+            let own = |(output, _): &&mut (u32, f32)| outputs.contains(&(*output as usize));
+            let terms = self.terms.iter_mut().filter(own);
+            terms.for_each(|(_, weight)| *weight *= factor);
+        }
     }
 }
 
@@ -471,7 +564,7 @@ mod tests {
         count: 4,
         used: 2,
         inner: 1,
-        shared: 0,
+        beside: Beside::Nothing,
         dense: 0,
         scores: Scores::Softmax,
     };
@@ -480,7 +573,7 @@ mod tests {
     #[test]
     fn each_row_has_its_best_experts_by_number_with_weights_that_sum_to_one() {
         let logits = [0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0];
-        let choice = Choice::of((&logits, &NO_BIAS), &SPEC, &[]);
+        let choice = Choice::of((&logits, &NO_BIAS), &SPEC, (0, &[]));
         let experts: Vec<(usize, &[u32])> = choice
             .experts
             .iter()
@@ -501,7 +594,7 @@ mod tests {
         let choice = Choice::of(
             (&[0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0], &NO_BIAS),
             &SPEC,
-            &[0.25, 0.75],
+            (2, &[0.25, 0.75]),
         );
         let firsts: Vec<usize> = choice.experts.iter().map(|one| one.first).collect();
         assert_eq!(firsts, [2, 3, 4, 5]);

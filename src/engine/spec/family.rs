@@ -13,7 +13,7 @@ pub enum Architecture {
     Gemma2,
     /// Gemma 3, its text part.
     Gemma3,
-    /// Gemma 4 dense, its text part: an input of its own for each layer, and layers without keys of their own.
+    /// Gemma 4, its text part: an input of its own for each layer, and layers without keys of their own.
     Gemma4,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
@@ -128,7 +128,12 @@ impl Architecture {
     pub(crate) const fn has_experts(self) -> bool {
         matches!(
             self,
-            Self::Lfm2Moe | Self::Llama | Self::Qwen3Moe | Self::Qwen35Moe | Self::Qwen3VlMoe
+            Self::Gemma4
+                | Self::Lfm2Moe
+                | Self::Llama
+                | Self::Qwen3Moe
+                | Self::Qwen35Moe
+                | Self::Qwen3VlMoe
         )
     }
 
@@ -405,12 +410,34 @@ pub struct ExpertSpec {
     pub used: usize,
     /// Width of an expert.
     pub inner: usize,
-    /// Width of the expert that computes every token, with a gate of its own; 0 if there is none.
-    pub shared: usize,
+    /// The part that computes every token.
+    pub beside: Beside,
     /// First layers with a feed-forward part in place of the mixture.
     pub dense: usize,
     /// Scores of experts by their logits.
     pub scores: Scores,
+}
+
+/// The part that computes every token beside the experts that the router chooses, by its width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beside {
+    /// None.
+    Nothing,
+    /// An expert whose output a gate of its own weighs (Qwen3.5).
+    Gated(usize),
+    /// A feed-forward part. It, the experts and the router have norms of their own (Gemma 4).
+    Normed(usize),
+}
+
+impl Beside {
+    /// Its width; 0 if there is none.
+    #[must_use]
+    pub const fn width(self) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Gated(width) | Self::Normed(width) => width,
+        }
+    }
 }
 
 /// Scores of the experts of a token. The best are used; their weights are the scores divided by their sum.
@@ -549,6 +576,14 @@ pub enum Vector {
     FfnDownBias,
     /// Bias of the feed-forward gate.
     FfnGateBias,
+    /// Norm before the experts, if they have one of their own.
+    ExpertNorm,
+    /// Norm of the experts' output, if they have one of their own.
+    ExpertPostNorm,
+    /// Factor of each expert's output.
+    ExpertScale,
+    /// Norm of the output of the part beside experts.
+    FfnBesideNorm,
     /// Norm before the feed-forward part, if the family has one.
     FfnNorm,
     /// Bias of that norm, which then subtracts the mean first.
@@ -579,6 +614,8 @@ pub enum Vector {
     QueryBias,
     /// Norm of each query head, or of all as one.
     QueryNorm,
+    /// Factors of the router's normalised input.
+    RouterScale,
     /// Added to the scores of experts for the choice.
     ScoreBias,
     /// Norm of each recurrent output head.

@@ -2,7 +2,7 @@
 
 use super::{
     family::{
-        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
+        Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
         LocalAttention, Pairing, Scores, Temperature,
     },
     layers::LAYER_PROJECTION,
@@ -121,15 +121,18 @@ impl Keys<'_> {
             return Err(self.wrong("expert_count", problem));
         }
         let used = self.count("expert_used_count", count)?;
-        let inner = match self.optional("expert_feed_forward_length", WIDTH_MAX)? {
+        let inner = match self.optional_of_layers("expert_feed_forward_length", WIDTH_MAX)? {
             Some(inner) => self.positive("expert_feed_forward_length", Some(inner))?,
             None => self.count_of_layers("feed_forward_length", WIDTH_MAX)?,
         };
-        let shared = match architecture {
-            Architecture::Qwen35Moe => {
-                self.count("expert_shared_feed_forward_length", WIDTH_MAX)?
+        let beside = match architecture {
+            Architecture::Gemma4 => {
+                Beside::Normed(self.count_of_layers("feed_forward_length", WIDTH_MAX)?)
             }
-            _ => 0,
+            Architecture::Qwen35Moe => {
+                Beside::Gated(self.count("expert_shared_feed_forward_length", WIDTH_MAX)?)
+            }
+            _ => Beside::Nothing,
         };
         let dense = match architecture {
             Architecture::Lfm2Moe => self
@@ -151,7 +154,7 @@ impl Keys<'_> {
             count,
             used,
             inner,
-            shared,
+            beside,
             dense,
             scores,
         }))

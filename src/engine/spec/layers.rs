@@ -2,8 +2,8 @@
 
 use super::{
     family::{
-        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms, LayerSpec,
-        Matrix, Role, Scores, Vector,
+        Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms,
+        LayerSpec, Matrix, Role, Scores, Vector,
     },
     tensors::{bad_shape, tensor, vector},
 };
@@ -290,14 +290,36 @@ impl LayerBuilder<'_> {
             vectors.push(self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?);
         }
         matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
-        if spec.shared > 0 {
+        let kind = match spec.beside {
+            Beside::Nothing => None,
+            Beside::Gated(_) => {
+                let gate = "ffn_gate_inp_shexp.weight";
+                matrices.push(self.matrix(Role::SharedGate, gate, width, 1)?);
+                Some("_shexp")
+            }
+            Beside::Normed(_) => {
+                for (norm, name) in [
+                    (Vector::RouterScale, "ffn_gate_inp.scale"),
+                    (Vector::ExpertNorm, "pre_ffw_norm_2.weight"),
+                    (Vector::ExpertPostNorm, "post_ffw_norm_2.weight"),
+                    (Vector::FfnBesideNorm, "post_ffw_norm_1.weight"),
+                ] {
+                    vectors.push(self.vector(norm, name, &[width])?);
+                }
+                let scale = "ffn_down_exps.scale";
+                self.bias(Vector::ExpertScale, scale, spec.count, vectors)?;
+                Some("")
+            }
+        };
+        if let Some(kind) = kind {
+            let beside = spec.beside.width();
             for (role, name, columns, rows) in [
-                (Role::SharedGate, "ffn_gate_inp_shexp.weight", width, 1),
-                (Role::FfnGate, "ffn_gate_shexp.weight", width, spec.shared),
-                (Role::FfnUp, "ffn_up_shexp.weight", width, spec.shared),
-                (Role::FfnDown, "ffn_down_shexp.weight", spec.shared, width),
+                (Role::FfnGate, "gate", width, beside),
+                (Role::FfnUp, "up", width, beside),
+                (Role::FfnDown, "down", beside, width),
             ] {
-                matrices.push(self.matrix(role, name, columns, rows)?);
+                let name = format!("ffn_{name}{kind}.weight");
+                matrices.push(self.matrix(role, &name, columns, rows)?);
             }
         }
         for (role, name, columns, rows) in [
@@ -308,8 +330,16 @@ impl LayerBuilder<'_> {
             if self.find(name).is_none() && self.find(OLD_EXPERT).is_some() {
                 return Err(LoadErrorKind::OldExperts);
             }
+            // Some converters store the gate and the other factor of an expert in one tensor, the gate first.
+            let fused = (role != Role::ExpertDown && self.find(FUSED_EXPERTS).is_some())
+                .then_some(FUSED_EXPERTS);
+            let name = fused.unwrap_or(name);
             let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
-            let dims = [columns, rows, spec.count];
+            let dims = [
+                columns,
+                if fused.is_some() { 2 * rows } else { rows },
+                spec.count,
+            ];
             if !info.has_dims(&dims.map(|dim| dim as u64)) {
                 return Err(bad_shape(info, &format!("{dims:?}")));
             }
@@ -426,5 +456,7 @@ impl LayerBuilder<'_> {
 pub(super) const LAYER_PROJECTION: &str = "per_layer_model_proj.weight";
 /// Norm of the projection to each layer's input.
 pub(super) const LAYER_INPUT_NORM: &str = "per_layer_proj_norm.weight";
+/// Gates and other factors of all experts in one tensor.
+const FUSED_EXPERTS: &str = "ffn_gate_up_exps.weight";
 /// The first expert's gate in files of before April 2024, when each expert had tensors of its own.
 const OLD_EXPERT: &str = "ffn_gate.0.weight";

@@ -178,6 +178,30 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
 }
 
 #[test]
+fn both_factors_of_experts_may_lie_in_one_tensor() {
+    let file = tiny(Architecture::Qwen3Moe, GgmlDType::Q8_0);
+    let mut parts = Parts::of(&file);
+    for layer in 0..4 {
+        let mut take = |name: &str| {
+            let name = format!("blk.{layer}.ffn_{name}_exps.weight");
+            parts.tensors.remove(&name).unwrap()
+        };
+        let (gate, up) = (take("gate"), take("up"));
+        let (experts, rows, columns) = gate.shape().dims3().unwrap();
+        let [gates, ups] = [&gate, &up].map(|tensor| tensor.data().unwrap().into_owned());
+        let step = gates.len() / experts;
+        let both = gates.chunks_exact(step).zip(ups.chunks_exact(step));
+        let data = both.flat_map(|(gate, up)| [gate, up].concat()).collect();
+        let name = format!("blk.{layer}.ffn_gate_up_exps.weight");
+        let dims = [experts, 2 * rows, columns];
+        parts
+            .tensors
+            .insert(name, tensor(data, gate.dtype(), &dims));
+    }
+    assert_eq!(reference(&parts.write().path, 2), reference(&file.path, 2));
+}
+
+#[test]
 fn keys_that_gemma_4_does_not_use_stay_in_the_file() {
     let file = tiny(Architecture::Gemma4, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);

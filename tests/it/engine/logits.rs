@@ -50,6 +50,18 @@ fn odd() -> Synthetic {
     }
 }
 
+/// Returns Gemma 4 without inputs of its own for layers; some values are its keys.
+fn gemma4(dtype: GgmlDType, experts: u32, seed: u64) -> Synthetic {
+    Synthetic {
+        experts: (experts, 2),
+        gemma4: Gemma4 {
+            local_kv_heads: 4,
+            ..Gemma4::NONE
+        },
+        ..Synthetic::tiny(Architecture::Gemma4, TypeMix::All(dtype), seed)
+    }
+}
+
 /// Measured on x86-64: at most 1.64 times the spread, with AVX-512 and with AVX2, which sum in different orders.
 #[test]
 fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
@@ -74,15 +86,13 @@ fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_oth
         let seed = if is_even { 9 } else { model.seed };
         (Synthetic { seed, ..model }, mix)
     });
-    // Gemma 4 without inputs of its own for layers has values that are its keys.
-    let plain = Synthetic {
-        gemma4: Gemma4 {
-            local_kv_heads: 4,
-            ..Gemma4::NONE
-        },
-        ..Synthetic::tiny(Architecture::Gemma4, TypeMix::All(GgmlDType::F32), 7)
-    };
-    for (model, mix) in tiny.chain([(odd(), "q5_0-odd"), (plain, "f32-plain")]) {
+    let others = [
+        (odd(), "q5_0-odd"),
+        (gemma4(GgmlDType::F32, 0, 7), "f32-plain"),
+        (gemma4(GgmlDType::F32, 8, 10), "f32-mixture"),
+        (gemma4(GgmlDType::Q8_0, 8, 10), "q8-mixture"),
+    ];
+    for (model, mix) in tiny.chain(others) {
         let name = model.architecture.name();
         let file = write(&model);
         let reference = |attention: &str| -> Vec<f32> {
