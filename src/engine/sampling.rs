@@ -279,6 +279,8 @@ pub struct Sampler {
     random: StdRng,
     /// Counts of generated tokens; kept only if a penalty needs them.
     counts: BTreeMap<u32, u32>,
+    /// Tokens that are never chosen.
+    suppressed: Vec<u32>,
 }
 
 impl Sampler {
@@ -292,7 +294,17 @@ impl Sampler {
             settings,
             random: StdRng::seed_from_u64(settings.seed),
             counts: BTreeMap::new(),
+            suppressed: Vec::new(),
         })
+    }
+
+    /// Never chooses these tokens.
+    #[must_use]
+    pub fn suppressing(self, tokens: &[u32]) -> Self {
+        Self {
+            suppressed: tokens.to_vec(),
+            ..self
+        }
     }
 
     /// The next token. `context` is the sequence so far, prompt included.
@@ -301,11 +313,11 @@ impl Sampler {
     /// A logit is NaN or +∞, all are −∞, or there is none.
     pub fn next(&mut self, logits: &[f32], context: &[u32]) -> Result<u32, SampleError> {
         check(logits)?;
-        let penalised;
-        let logits = if self.has_penalty() {
-            penalised = self.penalised(logits, context);
-            check(&penalised)?;
-            &penalised
+        let changed;
+        let logits = if self.changes_logits() {
+            changed = self.changed(logits, context);
+            check(&changed)?;
+            &changed
         } else {
             logits
         };
@@ -323,21 +335,23 @@ impl Sampler {
     /// Whether [`Self::next`] is the plain argmax, independent of the context.
     #[must_use]
     pub fn is_greedy(&self) -> bool {
-        self.settings.temperature < TEMPERATURE_MIN && !self.has_penalty()
+        self.settings.temperature < TEMPERATURE_MIN && !self.changes_logits()
     }
 
-    fn has_penalty(&self) -> bool {
+    fn changes_logits(&self) -> bool {
         let Sampling {
             repeat_penalty,
             frequency_penalty,
             presence_penalty,
             ..
         } = self.settings;
-        repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
+        let has_penalty =
+            repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0;
+        has_penalty || !self.suppressed.is_empty()
     }
 
-    /// The logits after the penalties.
-    fn penalised(&self, logits: &[f32], context: &[u32]) -> Vec<f32> {
+    /// The logits after the penalties, −∞ for suppressed tokens.
+    fn changed(&self, logits: &[f32], context: &[u32]) -> Vec<f32> {
         let mut values = logits.to_vec();
         let logit_of = |values: &mut Vec<f32>, token: u32, change: &dyn Fn(f32) -> f32| {
             if let Some(logit) = usize::try_from(token)
@@ -370,6 +384,9 @@ impl Sampler {
                     }
                 });
             }
+        }
+        for &token in &self.suppressed {
+            logit_of(&mut values, token, &|_| f32::NEG_INFINITY);
         }
         values
     }
@@ -631,6 +648,24 @@ mod tests {
             ..SamplingWish::NONE
         };
         assert_eq!(recommended(&vocabulary.header()), expected);
+    }
+
+    #[test]
+    fn suppressed_tokens_are_never_chosen() {
+        for settings in [
+            Sampling::GREEDY,
+            Sampling {
+                temperature: 1.0,
+                ..Sampling::GREEDY
+            },
+        ] {
+            let mut sampler = sampler(settings).suppressing(&[1, 9]);
+            assert!(!sampler.is_greedy(), "the greatest logit may be ruled out");
+            for _ in 0..50 {
+                assert_ne!(sampler.next(&[1.0, 9.0, 1.0], &[]).unwrap(), 1);
+            }
+            assert!(sampler.next(&[f32::NEG_INFINITY, 1.0], &[]).is_err());
+        }
     }
 
     #[test]

@@ -122,6 +122,7 @@ impl Worker {
         let sampler = Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
             message: error.to_string(),
         });
+        let suppressed = text.tokenizer().suppressed();
         Some(sampler.map(|sampler| Answer {
             id,
             lane: None,
@@ -131,7 +132,7 @@ impl Worker {
             drafter: Drafter::default(),
             generated: 0,
             short: None,
-            sampler,
+            sampler: sampler.suppressing(suppressed),
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
             tags: answer_tags(text.tokenizer(), text.template(), &request.prompt),

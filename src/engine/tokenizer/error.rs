@@ -39,7 +39,7 @@ pub enum TokenizerError {
     },
     /// An unsupported tokenizer model.
     #[error(
-        "cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gpt2` and `llama`"
+        "cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gemma4`, `gpt2` and `llama`"
     )]
     UnknownModel {
         /// Value in the file.
@@ -67,7 +67,7 @@ impl TokenizerError {
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::UnknownModel { .. } | Self::UnknownPre { .. } => {
-                "use a model of the families Qwen, Llama, Gemma 3 or Phi"
+                "use a model of the families Qwen, Llama, Gemma or Phi"
             }
             Self::Invalid { .. }
             | Self::Library { .. }

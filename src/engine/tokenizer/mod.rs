@@ -17,11 +17,13 @@ use tokenizers::{NormalizerWrapper, TokenizerImpl, models::bpe::BPE, normalizers
 
 use self::{
     literals::Fragment,
+    merges::{merge_lines, merges},
     rules::{Rules, Scheme},
     segments::{Cut, PAIR_BYTES, Segments},
     terms::{
         Bpe, KEY_ADD_BOS, KEY_BOS, KEY_EOM, KEY_EOS, KEY_EOT, KEY_MERGES, KEY_SPACE_FIRST,
-        KEY_TOKENS, KEY_TYPES, TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, WORDS_REMEMBERED,
+        KEY_SUPPRESSED, KEY_TOKENS, KEY_TYPES, Order, TYPE_CONTROL, TYPE_UNKNOWN,
+        TYPE_USER_DEFINED, WORDS_REMEMBERED,
     },
 };
 use super::gguf::{Header, StringTable};
@@ -29,6 +31,7 @@ use cotenant_units::Bytes;
 
 mod error;
 mod literals;
+mod merges;
 mod pieces;
 mod rules;
 mod segments;
@@ -49,7 +52,10 @@ pub struct Tokenizer {
     pieces: Pieces,
     control: Literals,
     user_defined: Literals,
+    /// Single tokens of an answer that have text.
+    shown: Literals,
     ends: BTreeSet<u32>,
+    suppressed: Vec<u32>,
     bos: Option<u32>,
     add_bos: bool,
     /// Positions at which long texts may be split.
@@ -77,6 +83,7 @@ impl Tokenizer {
         let mut pieces = Pieces::default();
         let mut control = Literals::default();
         let mut user_defined = Literals::default();
+        let mut shown = Literals::default();
         let bytes_of: BTreeMap<char, u8> = (0..=u8::MAX)
             .map(|byte| (byte_symbol(byte), byte))
             .collect();
@@ -88,6 +95,12 @@ impl Tokenizer {
                 .ok()
                 .and_then(|at| types.get(at))
                 .copied();
+            if scheme.shows(text) && !ends.contains(&token) {
+                pieces.push(text.bytes());
+                control.insert(text, token);
+                shown.insert(text, token);
+                continue;
+            }
             if ends.contains(&token)
                 || bos == Some(token)
                 || matches!(kind, Some(TYPE_UNKNOWN | TYPE_CONTROL))
@@ -97,9 +110,10 @@ impl Tokenizer {
                 continue;
             }
             check_length(scheme, token, text, kind)?;
-            if kind == Some(TYPE_USER_DEFINED) {
+            if kind == Some(TYPE_USER_DEFINED) || scheme.keeps_whole(text) {
                 pieces.push(text.bytes());
                 user_defined.insert(text, token);
+                shown.insert(text, token);
             } else {
                 pieces.push(scheme.bytes(text, kind, &bytes_of).into_iter());
             }
@@ -108,21 +122,20 @@ impl Tokenizer {
         let swallowing = swallowing(header, &control, &user_defined);
         let (bpe, cut) = match scheme {
             Scheme::ByteLevel(rules) => (byte_level(header, rules, vocabulary)?, Cut::ByRules),
-            Scheme::SentencePieces => sentence_pieces::build(header, vocabulary)?,
+            Scheme::SentencePieces(order) => sentence_pieces::build(header, order, vocabulary)?,
         };
         Ok(Self {
             bpe,
             pieces,
             control: control.sorted(),
             user_defined: user_defined.sorted(),
+            shown: shown.sorted(),
             ends,
+            suppressed: suppressed(header),
             bos,
-            add_bos: header
-                .bool(KEY_ADD_BOS)
-                .unwrap_or_else(|| scheme.adds_bos())
-                && bos.is_some(),
+            add_bos: scheme.adds_bos(header.bool(KEY_ADD_BOS)) && bos.is_some(),
             cut,
-            space_first: scheme == Scheme::SentencePieces
+            space_first: scheme == Scheme::SentencePieces(Order::Scores)
                 && header.bool(KEY_SPACE_FIRST).unwrap_or(true),
             swallowing,
         })
@@ -149,8 +162,10 @@ impl Tokenizer {
             check_length(scheme, token, text, kind)?;
         }
         match scheme {
-            Scheme::ByteLevel(_) => merge_lines(header)?.try_for_each(|merge| merge.map(drop)),
-            Scheme::SentencePieces => sentence_pieces::scores(header).map(drop),
+            Scheme::ByteLevel(_) | Scheme::SentencePieces(Order::Merges) => {
+                merge_lines(header)?.try_for_each(|merge| merge.map(drop))
+            }
+            Scheme::SentencePieces(Order::Scores) => sentence_pieces::scores(header).map(drop),
         }
     }
 
@@ -161,9 +176,13 @@ impl Tokenizer {
         let Some(texts) = header.strings(KEY_TOKENS) else {
             return Bytes::ZERO;
         };
-        let (merges, cuts) = match header.strings(KEY_MERGES) {
-            Some(merges) => (merges.len(), 0),
-            None => (sentence_pieces::merges_of(texts), PAIR_BYTES),
+        let merges = match header.strings(KEY_MERGES) {
+            Some(merges) => merges.len(),
+            None => sentence_pieces::merges_of(texts),
+        };
+        let cuts = match Scheme::of(header) {
+            Ok(Scheme::SentencePieces(_)) => PAIR_BYTES,
+            _ => 0,
         };
         // hashbrown uses at most seven eighths of the buckets, each with one control byte.
         let buckets = |entries: usize| (entries * 8 / 7 + 1).next_power_of_two();
@@ -197,11 +216,18 @@ impl Tokenizer {
     pub(super) fn encode_ahead(&self, bytes: &[u8]) -> Vec<u32> {
         let mut tokens = Vec::new();
         let text = bytes.utf8_chunks().next().map_or("", |chunk| chunk.valid());
-        if self
-            .encode_in_segments(text, SEGMENT_BYTES, &mut tokens)
-            .is_err()
-        {
-            return Vec::new();
+        for fragment in self.shown.split(text) {
+            match fragment {
+                Fragment::Token(token) => tokens.push(token),
+                Fragment::Text(text) => {
+                    if self
+                        .encode_in_segments(text, SEGMENT_BYTES, &mut tokens)
+                        .is_err()
+                    {
+                        return Vec::new();
+                    }
+                }
+            }
         }
         tokens.pop();
         let said: Vec<u8> = tokens
@@ -277,6 +303,11 @@ impl Tokenizer {
     /// The tokens that end an answer.
     pub fn ends(&self) -> impl Iterator<Item = u32> {
         self.ends.iter().copied()
+    }
+
+    /// Tokens that the model's publisher rules out in answers.
+    pub(super) fn suppressed(&self) -> &[u32] {
+        &self.suppressed
     }
 
     /// The bytes of all tokens.
@@ -453,6 +484,14 @@ fn byte_level(
     Ok(bpe)
 }
 
+/// The tokens of the file's list of those never to be generated.
+fn suppressed(header: &Header) -> Vec<u32> {
+    let listed = header.ints(KEY_SUPPRESSED).unwrap_or_default().iter();
+    listed
+        .filter_map(|&token| u32::try_from(token).ok())
+        .collect()
+}
+
 /// Tokens that absorb the white space after them: all but three special tokens of Phi-3, by its publisher's
 /// `tokenizer.json`, which GGUF files omit; llama.cpp also recognises it by the model's name.
 fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> BTreeSet<u32> {
@@ -471,37 +510,6 @@ fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> B
         .collect()
 }
 
-/// The merges of the file, except those whose result is missing from the plain tables.
-fn merges(
-    header: &Header,
-    vocabulary: &tokenizers::models::bpe::Vocab,
-) -> Result<Vec<(String, String)>, TokenizerError> {
-    let mut merges = Vec::new();
-    for merge in merge_lines(header)? {
-        let (left, right) = merge?;
-        let known = |text: &str| vocabulary.contains_key(text);
-        if known(left) && known(right) && known(&format!("{left}{right}")) {
-            merges.push((left.to_owned(), right.to_owned()));
-        }
-    }
-    Ok(merges)
-}
-
-/// The two parts of each merge.
-fn merge_lines(
-    header: &Header,
-) -> Result<impl Iterator<Item = Result<(&str, &str), TokenizerError>>, TokenizerError> {
-    let lines = header
-        .strings(KEY_MERGES)
-        .ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
-    Ok(lines.iter().enumerate().map(|(at, line)| {
-        line.split_once(' ').ok_or_else(|| TokenizerError::Invalid {
-            key: KEY_MERGES,
-            problem: format!("entry {at} is `{line}`, not two parts"),
-        })
-    }))
-}
-
 /// Length of text segments for encoding, for which the library needs about 1 MiB.
 const SEGMENT_BYTES: usize = 8 << 10;
 
@@ -515,6 +523,9 @@ const END_TEXTS: &[&str] = &[
     "<|endoftext|>",
     "<|end|>",
     "<end_of_turn>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
 ];
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use tokenizers::{
 use super::{
     error::TokenizerError,
     sentence_pieces,
-    terms::{KEY_MODEL, KEY_PRE, PIECE_BYTES_MAX, TYPE_BYTE},
+    terms::{KEY_MODEL, KEY_PRE, Order, PIECE_BYTES_MAX, TYPE_BYTE},
 };
 use crate::gguf::Header;
 
@@ -23,8 +23,8 @@ use crate::gguf::Header;
 pub(super) enum Scheme {
     /// Tokens are bytes, written as characters (GPT-2 and its descendants).
     ByteLevel(Rules),
-    /// Tokens are text with a mark for spaces, with single bytes for text without tokens (Llama 2, Gemma, Phi-3).
-    SentencePieces,
+    /// Tokens are text with a mark for spaces, with single bytes for text without tokens.
+    SentencePieces(Order),
 }
 
 impl Scheme {
@@ -40,8 +40,13 @@ impl Scheme {
                     .ok_or(TokenizerError::Missing { key: KEY_PRE })?
                     .parse()?,
             )),
+            "gemma4" => Ok(Self::SentencePieces(Order::Merges)),
+            // As Ollama's converter writes it.
+            "llama" if header.string(KEY_PRE) == Some("gemma4") => {
+                Ok(Self::SentencePieces(Order::Merges))
+            }
             // Files of this kind contain `default` or nothing: there is only one rule.
-            "llama" => Ok(Self::SentencePieces),
+            "llama" => Ok(Self::SentencePieces(Order::Scores)),
             other => Err(TokenizerError::UnknownModel {
                 model: other.to_owned(),
             }),
@@ -52,16 +57,28 @@ impl Scheme {
     pub(super) const fn piece_bytes_max(self) -> usize {
         match self {
             Self::ByteLevel(_) => BYTE_LEVEL_PIECE_MAX,
-            Self::SentencePieces => PIECE_BYTES_MAX,
+            Self::SentencePieces(_) => PIECE_BYTES_MAX,
         }
     }
 
-    /// Whether a sequence begins with a special token, unless the file sets it.
-    pub(super) const fn adds_bos(self) -> bool {
+    /// Whether a sequence begins with a special token; `stated` is the file's setting.
+    pub(super) fn adds_bos(self, stated: Option<bool>) -> bool {
         match self {
-            Self::ByteLevel(rules) => rules.adds_bos(),
-            Self::SentencePieces => true,
+            Self::ByteLevel(rules) => stated.unwrap_or(rules.adds_bos()),
+            // Converters have denied it although Gemma 4 needs it.
+            Self::SentencePieces(Order::Merges) => true,
+            Self::SentencePieces(Order::Scores) => stated.unwrap_or(true),
         }
+    }
+
+    /// Whether a text is a control token that is part of an answer, whatever kind the file states.
+    pub(super) fn shows(self, text: &str) -> bool {
+        self == Self::SentencePieces(Order::Merges) && SHOWN.contains(&text)
+    }
+
+    /// Whether a text is one token in any position: runs of line ends, which no piece joins with other text.
+    pub(super) fn keeps_whole(self, text: &str) -> bool {
+        self == Self::SentencePieces(Order::Merges) && text.bytes().all(|byte| byte == b'\n')
     }
 
     /// The bytes of an ordinary token.
@@ -72,7 +89,7 @@ impl Scheme {
         alphabet: &BTreeMap<char, u8>,
     ) -> Vec<u8> {
         match self {
-            Self::SentencePieces => sentence_pieces::bytes(text, kind == Some(TYPE_BYTE)),
+            Self::SentencePieces(_) => sentence_pieces::bytes(text, kind == Some(TYPE_BYTE)),
             Self::ByteLevel(_) => {
                 // A character outside the alphabet represents itself, as in llama.cpp.
                 let mut bytes = Vec::with_capacity(text.len());
@@ -237,6 +254,16 @@ impl Rules {
         Ok(Sequence::new(steps).into())
     }
 }
+
+/// Texts around the thoughts, calls and strings of Gemma 4's answers, as in llama.cpp's converter.
+const SHOWN: [&str; 6] = [
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<tool_response|>",
+    "<|\"|>",
+];
 
 /// The grammar library recurses into a token byte by byte. GPT-2, Llama 3 and Qwen have texts of up to 256 bytes in the
 /// file, Command R one of 1024 (512 spaces, each written with two bytes).

@@ -1,8 +1,8 @@
-//! SentencePiece vocabularies (`llama` in GGUF).
+//! SentencePiece vocabularies (`llama` and `gemma4` in GGUF).
 //!
 //! The pair whose piece has the highest score is joined first. Since a piece determines its score, this equals
 //! byte-pair encoding with every split of a piece into two others as a merge, ordered by the score of the result; so
-//! the library's encoder serves here too (as in `transformers`' converter).
+//! the library's encoder serves here too (as in `transformers`' converter). Files of Gemma 4 list these merges.
 
 use std::collections::HashSet;
 
@@ -14,36 +14,23 @@ use tokenizers::{
 
 use super::{
     error::TokenizerError,
+    merges::merges,
     segments::{Cut, Pairs},
-    terms::{Bpe, KEY_SCORES, KEY_TOKENS, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
+    terms::{Bpe, KEY_SCORES, KEY_TOKENS, Order, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
 };
 use crate::gguf::{Header, StringTable};
 
 /// The encoder, and the split positions of long texts.
-pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
-    let scores = scores(header)?;
-    let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
-    for (text, &token) in &vocabulary {
-        let score = scores.get(token as usize).copied().unwrap_or_default();
-        merges.extend(
-            splits(text)
-                .filter(|(left, right)| {
-                    vocabulary.contains_key(*left) && vocabulary.contains_key(*right)
-                })
-                .map(|(left, right)| (score, token, left, right)),
-        );
-    }
+pub(super) fn build(
+    header: &Header,
+    order: Order,
+    vocabulary: Vocab,
+) -> Result<(Bpe, Cut), TokenizerError> {
+    let merges = match order {
+        Order::Merges => merges(header, &vocabulary)?,
+        Order::Scores => merges_by_score(scores(header)?, &vocabulary),
+    };
     let cut = Cut::BetweenPieces(Pairs::of(vocabulary.keys().map(String::as_str)));
-    // Ties are broken by token and then by split, so that the order is independent of a hash table.
-    merges.sort_unstable_by(|a, b| {
-        b.0.total_cmp(&a.0)
-            .then_with(|| a.1.cmp(&b.1))
-            .then_with(|| a.2.len().cmp(&b.2.len()))
-    });
-    let merges = merges
-        .into_iter()
-        .map(|(_, _, left, right)| (left.to_owned(), right.to_owned()))
-        .collect();
     let bpe = BPE::builder()
         .vocab_and_merges(vocabulary, merges)
         .byte_fallback(true)
@@ -55,6 +42,31 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
     bpe.with_normalizer(Some(NormalizerWrapper::from(spaces)))
         .map_err(|error| TokenizerError::library(&error))?;
     Ok((bpe, cut))
+}
+
+/// Every split of a piece into two others, by the score of the piece.
+fn merges_by_score(scores: &[f32], vocabulary: &Vocab) -> Vec<(String, String)> {
+    let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
+    for (text, &token) in vocabulary {
+        let score = scores.get(token as usize).copied().unwrap_or_default();
+        merges.extend(
+            splits(text)
+                .filter(|(left, right)| {
+                    vocabulary.contains_key(*left) && vocabulary.contains_key(*right)
+                })
+                .map(|(left, right)| (score, token, left, right)),
+        );
+    }
+    // Ties are broken by token and then by split, so that the order is independent of a hash table.
+    merges.sort_unstable_by(|a, b| {
+        b.0.total_cmp(&a.0)
+            .then_with(|| a.1.cmp(&b.1))
+            .then_with(|| a.2.len().cmp(&b.2.len()))
+    });
+    merges
+        .into_iter()
+        .map(|(_, _, left, right)| (left.to_owned(), right.to_owned()))
+        .collect()
 }
 
 /// The score of each token.

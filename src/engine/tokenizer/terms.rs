@@ -14,6 +14,15 @@ pub(super) type Bpe = TokenizerImpl<
     DecoderWrapper,
 >;
 
+/// Order in which pieces are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// A list of merges (Gemma 4).
+    Merges,
+    /// The scores of the pieces (Llama 2, Gemma to Gemma 3, Phi-3).
+    Scores,
+}
+
 pub(super) const KEY_MODEL: &str = "tokenizer.ggml.model";
 pub(super) const KEY_PRE: &str = "tokenizer.ggml.pre";
 pub(super) const KEY_TOKENS: &str = "tokenizer.ggml.tokens";
@@ -25,6 +34,7 @@ pub(super) const KEY_EOT: &str = "tokenizer.ggml.eot_token_id";
 pub(super) const KEY_EOM: &str = "tokenizer.ggml.eom_token_id";
 pub(super) const KEY_SCORES: &str = "tokenizer.ggml.scores";
 pub(super) const KEY_SPACE_FIRST: &str = "tokenizer.ggml.add_space_prefix";
+pub(super) const KEY_SUPPRESSED: &str = "tokenizer.ggml.suppress_tokens";
 pub(super) const KEY_ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 
 /// Longest text without a split that is encoded as a whole: about 18 MiB temporarily.

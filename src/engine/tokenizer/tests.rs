@@ -353,3 +353,131 @@ fn tokens_are_those_of_llama_cpp() {
         }
     }
 }
+
+/// A file of llama.cpp's answers for a vocabulary of Gemma 4's kind: of the fixture, or of another vocabulary with texts
+/// made by its scripts.
+fn of_gemma_4(file: &str) -> PathBuf {
+    let ours = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/gemma4-tokens");
+    std::env::var_os("COTENANT_GEMMA4_TOKENS")
+        .map_or(ours, PathBuf::from)
+        .join(file)
+}
+
+fn gemma_4() -> Tokenizer {
+    let header = Header::read(&of_gemma_4("vocabulary.gguf")).unwrap();
+    Tokenizer::check(&header).unwrap();
+    Tokenizer::from_header(&header).unwrap()
+}
+
+/// llama.cpp's tokens of a text, without and with control tokens recognised.
+#[derive(serde::Deserialize)]
+struct Case(String, Vec<u32>, Vec<u32>);
+
+/// Tokens of texts that user-defined tokens of Gemma 4, which are control tokens here, do not occur in.
+#[test]
+fn tokens_of_gemma_4_are_those_of_llama_cpp() {
+    let tokenizer = gemma_4();
+    let cases = std::fs::read_to_string(of_gemma_4("cases.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(&cases).unwrap();
+    let control = tokenizer.control.entries();
+    let shown: Vec<u32> = control
+        .map(|(_, token)| token)
+        .filter(|token| !tokenizer.bytes(*token).is_empty())
+        .collect();
+    let mut plain = 0;
+    for Case(text, without, with) in &cases {
+        assert_eq!(
+            &tokenizer.encode_rendered(text, None).unwrap(),
+            with,
+            "{text:?}"
+        );
+        if !shown.iter().any(|shown| without.contains(shown)) {
+            assert_eq!(&tokenizer.encode(text).unwrap(), without, "{text:?}");
+            plain += 1;
+        }
+        let decoded = tokenizer.decode(&tokenizer.encode(text).unwrap());
+        assert_eq!(decoded, text.replace(terms::SPACE, " "));
+    }
+    assert!(plain > cases.len() / 2, "{plain}");
+}
+
+#[test]
+fn bytes_and_ends_of_gemma_4_are_those_of_llama_cpp() {
+    let tokenizer = gemma_4();
+    let pieces = std::fs::read_to_string(of_gemma_4("pieces.txt")).unwrap();
+    for (token, line) in (0..).zip(pieces.lines()) {
+        let mut ours = format!("{token} {} ", u8::from(tokenizer.is_end(token)));
+        for byte in tokenizer.bytes(token) {
+            ours.push_str(&format!("{byte:02x}"));
+        }
+        assert_eq!(ours, line);
+    }
+    assert_eq!(pieces.lines().count(), tokenizer.vocabulary() as usize);
+}
+
+#[test]
+fn control_tokens_of_gemma_4_are_shown_but_come_from_templates_only() {
+    let tokenizer = gemma_4();
+    assert!(tokenizer.adds_bos(), "although the file denies it");
+    let token = |text: &str| tokenizer.control(text).unwrap();
+    assert_eq!(tokenizer.suppressed(), [token("<|image|>")]);
+    for end in ["<eos>", "<turn|>", "<|tool_response>"] {
+        assert!(tokenizer.is_end(token(end)), "{end}");
+        assert_eq!(tokenizer.decode(&[token(end)]), "", "{end}");
+    }
+    for shown in [
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|\"|>",
+    ] {
+        assert_eq!(tokenizer.decode(&[token(shown)]), shown);
+        assert!(!tokenizer.encode(shown).unwrap().contains(&token(shown)));
+        assert_eq!(
+            tokenizer.encode_rendered(shown, None).unwrap(),
+            [token(shown)]
+        );
+        // Forced bytes are the tokens that the model would choose.
+        assert_eq!(
+            tokenizer.encode_ahead(format!("{shown}x").as_bytes()),
+            [token(shown)]
+        );
+    }
+    let spelled = tokenizer.encode("né\u{1f680}").unwrap();
+    let bytes = |token: &u32| tokenizer.bytes(*token).to_vec();
+    let bytes: Vec<Vec<u8>> = spelled.iter().map(bytes).collect();
+    assert_eq!(bytes.concat(), "né\u{1f680}".as_bytes());
+    assert!(spelled.len() > 4, "unknown characters are single bytes");
+}
+
+#[test]
+fn a_vocabulary_of_gemma_4_is_recognised_by_either_of_its_names() {
+    let tokens = ["<bos>", "<0x61>", "▁", "a", "▁a", "<|\"|>"];
+    let kinds = [3, 6, 1, 1, 1, 3];
+    let string = |text: &str| Value::String(text.to_owned());
+    let header = |model: &str, pre: &str| {
+        super::super::test_vocabulary::header(&[
+            ("tokenizer.ggml.model", string(model)),
+            ("tokenizer.ggml.pre", string(pre)),
+            (KEY_TOKENS, Value::Array(tokens.map(string).to_vec())),
+            (KEY_TYPES, Value::Array(kinds.map(Value::I32).to_vec())),
+            (KEY_MERGES, Value::Array(vec![string("▁ a")])),
+        ])
+    };
+    for (model, pre) in [("gemma4", "default"), ("llama", "gemma4")] {
+        let header = header(model, pre);
+        Tokenizer::check(&header).unwrap();
+        assert!(Tokenizer::heap_bytes(&header) > Bytes::from_kib(256));
+        let tokenizer = Tokenizer::from_header(&header).unwrap();
+        assert_eq!(tokenizer.encode("a a").unwrap(), [3, 4], "{model}");
+        assert_eq!(tokenizer.decode(&[3, 4, 5]), "a a<|\"|>", "{model}");
+    }
+    let error = Tokenizer::check(&header("llama", "default")).unwrap_err();
+    assert_eq!(
+        error,
+        TokenizerError::Missing {
+            key: "tokenizer.ggml.scores"
+        }
+    );
+}
