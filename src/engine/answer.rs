@@ -46,18 +46,28 @@ pub enum Thoughts {
 pub struct ThoughtTags {
     pub(super) begin: &'static str,
     pub(super) end: &'static str,
+    /// Whether thoughts may also follow text and calls.
+    again: bool,
 }
 
 impl ThoughtTags {
-    const ALL: [Self; 2] = [
+    const ALL: [Self; 3] = [
         Self {
             begin: "<think>",
             end: "</think>",
+            again: false,
         },
         // Magistral and Ministral.
         Self {
             begin: "[THINK]",
             end: "[/THINK]",
+            again: false,
+        },
+        // Gemma 4.
+        Self {
+            begin: "<|channel>thought\n",
+            end: "<channel|>",
+            again: true,
         },
     ];
 
@@ -225,29 +235,51 @@ impl AnswerReader {
                 at.is_some()
             }
             State::Text => {
-                if self.style.tools.is_none() {
+                let all = self.after_text();
+                if all.is_empty() {
                     self.rest(parts);
                     return false;
                 }
-                let found = OPENERS
+                let found = all
                     .iter()
-                    .filter_map(|opener| Some((self.held.find(opener.tag)?, *opener)));
-                let found = found.min_by_key(|(at, _)| *at);
-                let end = found.map_or_else(
-                    || held_back(&self.held, &OPENERS.map(|opener| opener.tag)),
-                    |(at, _)| at,
-                );
+                    .filter_map(|(tag, keep, state)| {
+                        Some((self.held.find(tag)?, tag.len() - keep, *state))
+                    })
+                    .min_by_key(|(at, ..)| *at);
+                let tags: Vec<&str> = all.iter().map(|(tag, ..)| *tag).collect();
+                let end = found.map_or_else(|| held_back(&self.held, &tags), |(at, ..)| at);
                 let clear: String = self.held.drain(..end).collect();
                 self.text(&clear, parts);
-                if let Some((_, opener)) = found {
-                    self.held.drain(..opener.tag.len() - opener.keep);
-                    self.state = State::Call(opener);
+                if let Some((_, length, state)) = found {
+                    self.held.drain(..length);
+                    if matches!(state, State::Thinking(_)) {
+                        self.any_text = false;
+                        self.space.clear();
+                    }
+                    self.state = state;
                 }
                 found.is_some()
             }
             State::Call(opener) => self.read(opener, ended, parts),
             State::After(opener) => self.after(opener, ended, parts),
         }
+    }
+
+    /// Tags at which text ends, the length of each tag's suffix that belongs to what follows, and the state after it.
+    fn after_text(&self) -> Vec<(&'static str, usize, State)> {
+        let mut all = Vec::new();
+        if self.style.tools.is_some() {
+            let calls = OPENERS.iter();
+            all.extend(calls.map(|opener| (opener.tag, opener.keep, State::Call(*opener))));
+        }
+        if let Thoughts::Open(tags) | Thoughts::Perhaps(tags) = self.style.thoughts
+            && tags.again
+        {
+            all.push((tags.begin, 0, State::Thinking(tags)));
+            // Models also end thoughts that they did not begin.
+            all.push((tags.end, 0, State::Text));
+        }
+        all
     }
 
     /// Offset in the held thoughts at which a call begins, or may begin. Models forget to close their thoughts first.
@@ -533,7 +565,7 @@ const CALL_TAGS: [&str; 23] = [
     "[ARGS]",
 ];
 
-const OPENERS: [Opener; 17] = [
+const OPENERS: [Opener; 18] = [
     Opener {
         tag: "<tool_call>",
         keep: 0,
@@ -574,7 +606,12 @@ const OPENERS: [Opener; 17] = [
         keep: "<function=".len(),
         any_name: false,
     },
-    // Gemma's FunctionGemma, Nemotron, Command R, DeepSeek's distillates, Functionary.
+    // Gemma 4, FunctionGemma, Nemotron, Command R, DeepSeek's distillates, Functionary.
+    Opener {
+        tag: "<|tool_call>",
+        keep: 0,
+        any_name: true,
+    },
     Opener {
         tag: "<start_function_call>",
         keep: 0,

@@ -24,7 +24,9 @@ use super::{
     answer::{AnswerStyle, ThoughtTags, Thoughts},
     gguf::Header,
     tokenizer::Tokenizer,
-    tool_format::{ToolFormat, answers_in_words, calls_in_python, in_words, system_in_words},
+    tool_format::{
+        ToolFormat, answers_in_words, calls_in_python, in_words, system_in_words, with_results,
+    },
 };
 pub use cotenant_conversation::{ChatMessage, Conversation, Role, ToolCall};
 
@@ -193,6 +195,9 @@ impl ChatTemplate {
                     self.write_calls(message);
                 }
             }
+            if self.joins_results() {
+                *shown = with_results(std::mem::take(shown));
+            }
         }
         let mut context = match variables {
             Some(Value::Object(variables)) => variables,
@@ -211,9 +216,13 @@ impl ChatTemplate {
         context.insert("eos_token".to_owned(), json!(self.eos));
         // If a template joins a list to a text, the template engine prints marks as escapes.
         let mut text = render(&context)?.replace(&printed(mark), &mark.to_string());
+        if self.format == ToolFormat::Gemma && text.ends_with(TURN_END) {
+            // The template begins no answer after a call with text.
+            text.push_str(TURN_START);
+        }
         let thoughts = match ThoughtTags::of(&self.source) {
             None => Thoughts::None,
-            Some(tags) if text.trim_end().ends_with(tags.begin) => Thoughts::Open(tags),
+            Some(tags) if text.trim_end().ends_with(tags.begin.trim_end()) => Thoughts::Open(tags),
             Some(tags) => Thoughts::Perhaps(tags),
         };
         if begun.is_empty() {
@@ -250,6 +259,12 @@ impl ChatTemplate {
         {
             content.push_str(&calls_in_python(&calls));
         }
+    }
+
+    /// Whether results of tools belong into the message of their calls: the first templates of Gemma 4 have no role for
+    /// them.
+    fn joins_results(&self) -> bool {
+        self.format == ToolFormat::Gemma && !self.source.contains("tool_call_id")
     }
 
     /// Whether a system message may be among the others: the template searches for it, or searches for nothing.
@@ -350,6 +365,13 @@ fn usual(has: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
         (
             GEMMA_TOKENS,
             (GEMMA, "chats are written in Gemma's turns, by its tokens"),
+        ),
+        (
+            GEMMA_4_TOKENS,
+            (
+                GEMMA_4,
+                "chats are written in Gemma 4's turns, by its tokens",
+            ),
         ),
     ];
     let mut usual = usual.into_iter();
@@ -480,6 +502,20 @@ const GEMMA: &str = "{{ bos_token }}{% set said = namespace(before='') %}{% for 
                      {% else %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' + \
                      said.before + message['content'] | trim + '<end_of_turn>\n' }}{% set said.before = '' %}{% endif %}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}";
+
+/// The control tokens of Gemma 4's turns.
+const GEMMA_4_TOKENS: [&str; 2] = ["<|turn>", "<turn|>"];
+
+/// Gemma 4's turns without tools, for files without a template, as of Ollama. Thoughts of earlier answers are left out.
+const GEMMA_4: &str = "{{ bos_token }}{% if enable_thinking %}{{ '<|turn>system\n<|think|>\n' }}{% if messages[0]['role'] != 'system' %}\
+                       {{ '<turn|>\n' }}{% endif %}{% endif %}{% for message in messages %}{% if not (loop.first and enable_thinking and \
+                       message['role'] == 'system') %}{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}\
+                       {% endif %}{{ message['content'].split('<channel|>')[-1] | trim + '<turn|>\n' }}{% endfor %}\
+                       {% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}";
+
+/// End of a turn of Gemma 4, and the begin of the model's.
+const TURN_END: &str = "<turn|>\n";
+const TURN_START: &str = "<|turn>model\n";
 
 /// Noncharacters: never assigned, meant for the inside of a program (Unicode 16, section 23.7).
 const MARKS: [char; 8] = [

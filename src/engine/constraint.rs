@@ -349,7 +349,16 @@ mod tests {
         format: ToolFormat,
         after: Option<&'static str>,
     ) -> Result<Box<dyn TokenMask>, ConstraintError> {
-        let tokenizer = tokenizer();
+        masked_by(&tokenizer(), form, tools, format, after)
+    }
+
+    fn masked_by(
+        tokenizer: &Tokenizer,
+        form: &AnswerForm,
+        tools: &[Value],
+        format: ToolFormat,
+        after: Option<&'static str>,
+    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
         let setup = || Setup {
             words: tokenizer.pieces().clone(),
             ends: tokenizer.ends().collect(),
@@ -358,7 +367,7 @@ mod tests {
         let helper = Helper::new(None);
         mask(
             &helper,
-            &tokenizer,
+            tokenizer,
             setup,
             form,
             (tools, format),
@@ -369,8 +378,16 @@ mod tests {
 
     /// Returns the answer of a model without preferences: any token that the form allows, by the seed. With an odd
     /// seed, the model also chooses the forced tokens.
-    fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
-        let tokenizer = tokenizer();
+    fn babble(mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
+        babble_by(&tokenizer(), mask, seed, most)
+    }
+
+    fn babble_by(
+        tokenizer: &Tokenizer,
+        mut mask: Box<dyn TokenMask>,
+        seed: u64,
+        most: usize,
+    ) -> Option<String> {
         let mut sampler = Sampler::new(Sampling {
             temperature: 1.0,
             seed,
@@ -555,6 +572,7 @@ mod tests {
         ];
         let formats = [
             ToolFormat::Bare,
+            ToolFormat::Gemma,
             ToolFormat::Listed,
             ToolFormat::Mistral,
             ToolFormat::Parameters,
@@ -600,6 +618,92 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Any token may follow in a text, also the control tokens around others.
+    #[test]
+    fn calls_of_gemma_4_nest_and_no_text_ends_them() {
+        use crate::answer::{AnswerReader, AnswerStyle, Thoughts};
+        use cotenant_conversation::AnswerPart;
+        let fixture = "../../tests/fixtures/gemma4-tokens/vocabulary.gguf";
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture);
+        let header = crate::gguf::Header::read(&file).unwrap();
+        let tokenizer = Tokenizer::from_header(&header).unwrap();
+        let tool = json!({"type": "function", "function": {"name": "plan a", "parameters": {
+            "type": "object",
+            "properties": {
+                "Zone": {"type": "object", "properties": {"b": {"type": "integer"}, "a:c": {"type": "boolean"}}, "required": ["b"]},
+                "name": {"type": "string", "minLength": 8, "maxLength": 12},
+                "list": {"type": "array", "items": {"type": ["string", "null"], "maxLength": 3}, "minItems": 1, "maxItems": 3},
+                "kind": {"enum": ["x", 2, null, {"k": ["<tool_call|>"]}]},
+                "next": {"$ref": "#/$defs/node"},
+                "day": {"type": "string", "format": "date"},
+                "either": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 0}]},
+                "map": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 2}, "maxProperties": 1},
+            },
+            "required": ["Zone", "name", "list", "kind", "day", "map"],
+            "$defs": {"node": {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}}, "required": ["next"]}},
+        }}});
+        let tools = [tool];
+        for seed in 0..40 {
+            let form = AnswerForm::ToolCall { name: None };
+            let mask = masked_by(&tokenizer, &form, &tools, ToolFormat::Gemma, None).unwrap();
+            let Some(text) = babble_by(&tokenizer, mask, seed, 3000) else {
+                continue;
+            };
+            let begins = text.starts_with("<|tool_call>call:plan a{day:\"");
+            assert!(begins && text.ends_with("}<tool_call|>"), "{text}");
+            let mut reader = AnswerReader::new(&tools);
+            reader.set_style(AnswerStyle {
+                thoughts: Thoughts::None,
+                tools: Some(ToolFormat::Gemma),
+            });
+            let mut parts = reader.push(&text);
+            parts.extend(reader.finish(false));
+            let [AnswerPart::ToolCall { name, arguments }] = parts.as_slice() else {
+                panic!("{text:?}: {parts:?}");
+            };
+            assert_eq!(name, "plan a", "{text}");
+            let arguments: Value = serde_json::from_str(arguments).unwrap();
+            let named = arguments["name"].as_str().unwrap();
+            assert!((8..=12).contains(&named.chars().count()), "{text}");
+            assert!(arguments["Zone"]["b"].is_number(), "{text}");
+            let zone = &arguments["Zone"]["a:c"];
+            assert!(zone.is_null() || zone.is_boolean(), "{text}");
+            let list = arguments["list"].as_array().unwrap();
+            assert!((1..=3).contains(&list.len()), "{text}");
+            assert!(
+                list.iter().all(|item| item.is_null() || item.is_string()),
+                "{text}"
+            );
+            assert_eq!(arguments["day"].as_str().unwrap().len(), 10, "{text}");
+            assert!(arguments["map"].as_object().unwrap().len() <= 1, "{text}");
+            assert!(
+                arguments
+                    .get("next")
+                    .is_none_or(|next| next.get("next").is_some()),
+                "{text}"
+            );
+        }
+        let name = json!({"type": "string"});
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"name": name}, "required": ["name"],
+        }}});
+        let form = AnswerForm::ToolCall { name: None };
+        let mut mask = masked_by(&tokenizer, &form, &[tool], ToolFormat::Gemma, None).unwrap();
+        let call = "<|tool_call>call:f{name:<|\"|>a<tool_call|>}<|channel><|\"|>}<tool_call|>";
+        for token in tokenizer.encode_rendered(call, None).unwrap() {
+            assert!(!mask.is_complete().unwrap());
+            let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
+            mask.apply(&mut logits).unwrap();
+            assert!(
+                logits[token as usize].is_finite(),
+                "{}",
+                tokenizer.decode(&[token])
+            );
+            mask.accept(token, tokenizer.bytes(token)).unwrap();
+        }
+        assert!(mask.is_complete().unwrap());
     }
 
     #[test]

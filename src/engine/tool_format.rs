@@ -7,6 +7,7 @@
 //! | [`ToolFormat::Mistral`] | `[TOOL_CALLS]name[ARGS]{…}` (Mistral, Ministral, Devstral) | `[TOOL_CALLS]` |
 //! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |
 //! | [`ToolFormat::Python`] | `<|tool_call_start|>[name(key=value)]<|tool_call_end|>` (LFM2, LFM2.5) | `List of tools: ` |
+//! | [`ToolFormat::Gemma`] | `<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>` (Gemma 4) | `<\|tool_call>` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
 //!
 //! The format determines the syntax of a forced call; answers are parsed in every format (`answer`).
@@ -16,7 +17,12 @@
 
 use serde_json::{Value, json};
 
-use super::schema::{ConstraintError, lay_out, with_layout};
+mod gemma;
+mod parts;
+
+pub(super) use self::gemma::with_results;
+use self::parts::{Field, in_sequence, literal, properties, repetitions, schema_alone};
+use super::schema::{ConstraintError, with_layout};
 use cotenant_conversation::{ChatMessage, Conversation, Role};
 
 /// Syntax of a tool call.
@@ -24,6 +30,8 @@ use cotenant_conversation::{ChatMessage, Conversation, Role};
 pub enum ToolFormat {
     /// A single JSON object.
     Bare,
+    /// Tags around a name and an object whose texts stand between control tokens.
+    Gemma,
     /// A tag before a list of JSON objects.
     Listed,
     /// A tag before a name, another between the name and its arguments.
@@ -44,6 +52,8 @@ impl ToolFormat {
             Self::Parameters
         } else if template.contains("[TOOL_CALLS]") {
             Self::Mistral
+        } else if template.contains("<|tool_call>") {
+            Self::Gemma
         } else if template.contains("<|tool_call|>") {
             Self::Listed
         } else if template.contains("<tool_call>") {
@@ -243,6 +253,7 @@ pub(super) fn call_grammar(
         let parameters = arguments_of(function.get("parameters"));
         let call = match format {
             ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
+            ToolFormat::Gemma => gemma::call(&mut rules, index, name, &with_layout(&parameters)?),
             ToolFormat::Python if has_keywords(&parameters) => {
                 call_by_keywords(&mut rules, index, name, &parameters)?
             }
@@ -273,7 +284,7 @@ fn around_object(format: ToolFormat, name: &str) -> (String, &'static str) {
         ToolFormat::Listed => (format!("<|tool_call|>[{call}"), "}]"),
         ToolFormat::Tagged => (format!("<tool_call>\n{call}"), "}\n</tool_call>"),
         ToolFormat::Python => (format!("{PYTHON_START}[{call}"), "}]<|tool_call_end|>"),
-        ToolFormat::Bare | ToolFormat::Parameters => {
+        ToolFormat::Bare | ToolFormat::Gemma | ToolFormat::Parameters => {
             (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
         }
     }
@@ -355,41 +366,25 @@ fn call_by_keywords(
     parameters: &Value,
 ) -> Result<String, ConstraintError> {
     let parameters = with_layout(parameters)?;
-    // `first_` and `next_` stand for the parameters from one on, of which the first has no comma before it.
-    let mut end = 0;
+    let mut fields = Vec::new();
     for (at, (key, schema, is_required)) in properties(&parameters).enumerate() {
         let open = literal(&format!("{key}="));
-        let after = at + 1;
-        let skipped = |rule: &str| {
-            if is_required {
-                String::new()
-            } else {
-                format!(" | {rule}_{index}_{after}")
-            }
-        };
-        rules.push_str(&format!(
-            "first_{index}_{at}: value_{index}_{at} next_{index}_{after}{}\n\
-             next_{index}_{at}: \", \" value_{index}_{at} next_{index}_{after}{}\n",
-            skipped("first"),
-            skipped("next")
-        ));
-        if schema.get("type").and_then(Value::as_str) == Some("boolean") {
-            rules.push_str(&format!(
-                "value_{index}_{at}: {open} (\"True\" | \"False\")\n"
-            ));
+        let grammar = if schema.get("type").and_then(Value::as_str) == Some("boolean") {
+            format!("{open} (\"True\" | \"False\")")
         } else {
             let schema = schema_alone(schema, &parameters);
-            rules.push_str(&format!("value_{index}_{at}: {open} json_{index}_{at}\n"));
             rules.push_str(&format!("json_{index}_{at}: %json {schema}\n"));
-        }
-        end = after;
+            format!("{open} json_{index}_{at}")
+        };
+        fields.push(Field {
+            grammar,
+            is_required,
+        });
     }
-    rules.push_str(&format!(
-        "first_{index}_{end}: \"\"\nnext_{index}_{end}: \"\"\n"
-    ));
+    let keywords = in_sequence(rules, &format!("keywords_{index}"), &fields, ", ");
     let open = literal(&format!("{PYTHON_START}[{name}("));
     Ok(format!(
-        "{open} first_{index}_0 {}",
+        "{open} {keywords} {}",
         literal(&format!(")]{PYTHON_END}"))
     ))
 }
@@ -405,51 +400,9 @@ fn has_keywords(parameters: &Value) -> bool {
     properties(parameters).all(|(key, ..)| is_name(key))
 }
 
-/// The parameters of a function: name, schema, and whether it is required.
-fn properties(parameters: &Value) -> impl Iterator<Item = (&str, &Value, bool)> {
-    let properties = parameters.get("properties").and_then(Value::as_object);
-    let required = parameters.get("required").and_then(Value::as_array);
-    properties.into_iter().flatten().map(move |(key, schema)| {
-        let is_required = required.is_some_and(|required| required.iter().any(|name| name == key));
-        (key.as_str(), schema, is_required)
-    })
-}
-
-/// The schema of one parameter, with the definitions of the enclosing schema that it may refer to.
-fn schema_alone(schema: &Value, parameters: &Value) -> Value {
-    let mut schema = schema.clone();
-    lay_out(&mut schema);
-    for shared in ["$defs", "definitions"] {
-        if let (Some(map), Some(definitions)) = (schema.as_object_mut(), parameters.get(shared)) {
-            map.insert(shared.to_owned(), definitions.clone());
-        }
-    }
-    schema
-}
-
-/// Length limits of a text as a regular-expression repetition.
-fn repetitions(schema: &Value) -> String {
-    let bound = |keyword: &str| schema.get(keyword).and_then(Value::as_u64);
-    match (bound("minLength"), bound("maxLength")) {
-        (None | Some(0), None) => "*".to_owned(),
-        (least, most) => {
-            format!(
-                "{{{},{}}}",
-                least.unwrap_or(0),
-                most.map_or_else(String::new, |most| most.to_string())
-            )
-        }
-    }
-}
-
 /// Tags of [`ToolFormat::Python`].
 const PYTHON_START: &str = "<|tool_call_start|>";
 const PYTHON_END: &str = "<|tool_call_end|>";
 
 /// Keywords that constrain no argument of a function.
 const SAYING_NOTHING: [&str; 4] = ["$schema", "description", "title", "type"];
-
-/// A text as a grammar literal, quoted as in JSON.
-fn literal(text: &str) -> String {
-    Value::from(text).to_string()
-}

@@ -168,7 +168,7 @@ pub(super) async fn show(
         info = merged(info, parameters);
     }
     let template = api.backends().status.template().unwrap_or_default();
-    let thinks = ["<think>", "[THINK]"]
+    let thinks = ["<think>", "[THINK]", "<|channel>thought"]
         .iter()
         .any(|tag| template.contains(tag));
     let thinks = thinks.then_some("thinking");

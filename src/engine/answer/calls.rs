@@ -6,7 +6,7 @@
 //! | `<function=name><parameter=key>value</parameter></function>` or `<function=name>{…}</function>` | Qwen 3 Coder, Qwen 3.5; Llama 3.1 |
 //! | `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}` | Mistral |
 //! | `name(key=value)`, `[name(key=value), …]` | Gemma, Llama 3.2, LFM2 |
-//! | `call:name{key:<escape>text<escape>}` | FunctionGemma |
+//! | `call:name{key:<|"|>text<|"|>}`, `call:name{key:<escape>text<escape>}` | Gemma 4, FunctionGemma |
 //! | `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}` | DeepSeek's distillates |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -355,12 +355,13 @@ impl CallParser<'_> {
 
     /// `call:name{key:value, …}`.
     fn escaped(self, body: &str) -> Found {
-        let name = literal::identifier(body);
-        if name.len() == body.len() && name.len() <= NAME_LENGTH_MAX {
+        let (name, arguments) = self.escaped_name(body);
+        if self.functions.may_become(body)
+            || (arguments.is_empty() && body.len() <= NAME_LENGTH_MAX)
+        {
             return Found::More;
         }
-        let arguments = body.get(name.len()..).unwrap_or_default();
-        if !self.accepts(name) {
+        if !self.accepts(name) || !arguments.starts_with('{') {
             return Found::Nothing;
         }
         match literal::escaped_object(arguments) {
@@ -368,9 +369,16 @@ impl CallParser<'_> {
                 vec![call(name, &Value::Object(object))],
                 body.len() - rest.len(),
             ),
-            None if self.ended => Found::Nothing,
             None => Found::More,
         }
+    }
+
+    /// The name after `call:`, and the text after it.
+    fn escaped_name(self, body: &str) -> (&str, &str) {
+        let longest = self.functions.longest(body);
+        let length = longest.map_or_else(|| literal::identifier(body).len(), str::len);
+        let (written, arguments) = body.split_at_checked(length).unwrap_or((body, ""));
+        (self.known(written), arguments.trim_start())
     }
 
     /// Whether the first key of an object, possibly incomplete, is one with which calls begin.
@@ -578,6 +586,8 @@ pub(super) fn cut(text: &str, parser: CallParser<'_>) -> Vec<AnswerPart> {
     let rest = rest.trim_start();
     let last = if rest.starts_with('{') {
         cut_json(rest)
+    } else if let Some(body) = rest.strip_prefix(CALL) {
+        cut_escaped(body, parser)
     } else if rest.starts_with(FUNCTION) {
         cut_function(rest, parser)
     } else {
@@ -638,6 +648,17 @@ fn cut_function(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
         }),
         Found::More | Found::Nothing => None,
     }
+}
+
+/// Complete arguments in Gemma's notation, as an unclosed object.
+fn cut_escaped(body: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
+    let (name, arguments) = parser.escaped_name(body);
+    let mut fields = Value::Object(literal::escaped_fields(arguments)).to_string();
+    fields.pop();
+    arguments.starts_with('{').then(|| AnswerPart::ToolCall {
+        name: name.to_owned(),
+        arguments: fields,
+    })
 }
 
 fn cut_named(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
@@ -791,7 +812,7 @@ const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
-/// The prefix of FunctionGemma.
+/// The prefix of Gemma 4 and FunctionGemma.
 const CALL: &str = "call:";
 pub(super) const DEEPSEEK: &str = "<｜tool▁call▁begin｜>";
 const DEEPSEEK_SEPARATOR: &str = "<｜tool▁sep｜>";
@@ -807,12 +828,13 @@ const MODULE: &str = "default_api.";
 /// Separators between calls.
 pub(super) const SEPARATORS: [char; 6] = [',', ';', ' ', '\n', '\r', '\t'];
 /// Tags after a call.
-pub(super) const CLOSERS: [&str; 13] = [
+pub(super) const CLOSERS: [&str; 14] = [
     "</tool_call>",
     "</function>",
     "</tools>",
     "</function_call>",
     "<|/tool_call|>",
+    "<tool_call|>",
     "<|tool_call_end|>",
     "[/TOOL_CALLS]",
     "<|eom_id|>",

@@ -42,12 +42,20 @@ pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> 
     Some((by_place, by_key))
 }
 
-/// An object in FunctionGemma's notation, `{key:<escape>text<escape>,other:[1,true]}`, and the text after it; `None`
-/// while it is incomplete.
+/// An object in Gemma's notation, `{key:<|"|>text<|"|>,other:[1,true]}`, and the text after it; `None` while it is
+/// incomplete. Values may also be JSON.
 pub(super) fn escaped_object(text: &str) -> Option<(Map<String, Value>, &str)> {
     let mut reader = Reader { rest: text };
     let object = reader.escaped_object(0)?;
     Some((object, reader.rest))
+}
+
+/// The complete fields of an incomplete object in that notation.
+pub(super) fn escaped_fields(text: &str) -> Map<String, Value> {
+    let mut fields = Map::new();
+    // `None` at the first incomplete field.
+    let _ = Reader { rest: text }.escaped_fields(&mut fields, 0);
+    fields
 }
 
 /// The name at the start of a text.
@@ -94,27 +102,61 @@ impl Reader<'_> {
     }
 
     fn escaped_object(&mut self, depth: usize) -> Option<Map<String, Value>> {
-        self.take("{")?;
         let mut map = Map::new();
+        self.escaped_fields(&mut map, depth)?;
+        Some(map)
+    }
+
+    fn escaped_fields(&mut self, map: &mut Map<String, Value>, depth: usize) -> Option<()> {
+        self.take("{")?;
         while self.take("}").is_none() {
-            let (key, rest) = self.rest.split_once(':')?;
-            self.rest = rest;
-            map.insert(key.trim().to_owned(), self.escaped(depth + 1)?);
+            let key = match self.escaped_text()? {
+                Some(key) => {
+                    self.take(":")?;
+                    key
+                }
+                None => {
+                    let (key, rest) = self.rest.split_once(':')?;
+                    self.rest = rest;
+                    key.trim().to_owned()
+                }
+            };
+            map.insert(key, self.escaped(depth + 1)?);
             if self.take(",").is_none() {
-                self.take("}")?;
-                break;
+                return self.take("}");
             }
         }
-        Some(map)
+        Some(())
+    }
+
+    /// The text between delimiters or in JSON's quotes; `Some(None)` if there is none, `None` while it is incomplete.
+    fn escaped_text(&mut self) -> Option<Option<String>> {
+        self.rest = self.rest.trim_start();
+        for delimiter in ESCAPES {
+            if let Some(body) = self.rest.strip_prefix(delimiter) {
+                let (text, rest) = body.split_once(delimiter)?;
+                self.rest = rest;
+                return Some(Some(text.to_owned()));
+            }
+        }
+        if !self.rest.starts_with('"') {
+            return Some(None);
+        }
+        let mut values = serde_json::Deserializer::from_str(self.rest).into_iter();
+        match values.next() {
+            Some(Ok(text)) => {
+                self.rest = self.rest.get(values.byte_offset()..)?;
+                Some(Some(text))
+            }
+            _ => self.string().map(Some),
+        }
     }
 
     fn escaped(&mut self, depth: usize) -> Option<Value> {
         if depth > DEPTH_MAX {
             return None;
         }
-        if self.take(ESCAPE).is_some() {
-            let (text, rest) = self.rest.split_once(ESCAPE)?;
-            self.rest = rest;
+        if let Some(text) = self.escaped_text()? {
             return Some(text.into());
         }
         match self.rest.chars().next()? {
@@ -213,8 +255,8 @@ impl Reader<'_> {
     }
 }
 
-/// Delimiter of a text in FunctionGemma's notation.
-const ESCAPE: &str = "<escape>";
+/// Delimiters of a text in Gemma's notation: those of Gemma 4 and FunctionGemma.
+const ESCAPES: [&str; 2] = ["<|\"|>", "<escape>"];
 
 /// The depth limit of `serde_json`.
 const DEPTH_MAX: usize = 127;
@@ -253,10 +295,35 @@ b\n\"",}"#;
         assert!(arguments("x=").is_none());
     }
 
+    #[test]
+    fn gemma_s_notation_is_read_with_json_in_it() {
+        let quote = "<|\"|>";
+        let written = format!(
+            "{{a:{quote}x}}, {{y:<tool_call|>{quote},{quote}b:c{quote}:[1,{{d:-2.5,e:null}},true], \
+             \"f\": {{\"g\": \"\\ud83d\\ude00 }}\"}},h:plain, i:{{}},j:[]}}rest"
+        );
+        let expected = json!({
+            "a": "x}, {y:<tool_call|>", "b:c": [1, {"d": -2.5, "e": null}, true],
+            "f": {"g": "😀 }"}, "h": "plain", "i": {}, "j": [],
+        });
+        let (object, rest) = escaped_object(&written).unwrap();
+        assert_eq!((Value::Object(object), rest), (expected, "rest"));
+        for end in 0..written.len() - "rest".len() {
+            if let Some(begun) = written.get(..end) {
+                assert_eq!(escaped_object(begun), None, "{begun}");
+            }
+        }
+        assert_eq!(
+            Value::Object(escaped_fields("{a:1,b:<escape>x<escape>,c:<escape>y")),
+            json!({"a": 1, "b": "x"})
+        );
+        assert_eq!(escaped_object(&"{a:".repeat(100_000)), None);
+    }
+
     proptest! {
         #[test]
-        fn any_text_is_parsed_or_refused(text in "[\\[\\](){}'\",:=\\\\a-z0-9 ü\n]{0,40}") {
-            let _ = (parse(&text), arguments(&text));
+        fn any_text_is_parsed_or_refused(text in "([\\[\\](){}'\",:=\\\\a-z0-9 ü\n]|<escape>|<\\|\"\\|>){0,40}") {
+            let _ = (parse(&text), arguments(&text), escaped_object(&text), escaped_fields(&text));
         }
     }
 }

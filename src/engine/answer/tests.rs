@@ -42,6 +42,7 @@ fn call(name: &str, arguments: &str) -> AnswerPart {
 }
 
 const THINK: ThoughtTags = ThoughtTags::ALL[0];
+const CHANNEL: ThoughtTags = ThoughtTags::ALL[2];
 
 const TAGGED: AnswerStyle = AnswerStyle {
     thoughts: Thoughts::Perhaps(THINK),
@@ -107,6 +108,54 @@ fn thoughts_of_mistrals_models_have_tags_of_their_own() {
         [reasoning("so"), text("It is."), call("set_light", "{}")]
     );
     assert_eq!(read(style, &["[THIS]"]), [text("[THIS]")]);
+}
+
+#[test]
+fn thoughts_of_gemma_4_may_follow_text_and_calls() {
+    let tags = ThoughtTags::of("{{ '<|channel>thought\\n<channel|>' }}").unwrap();
+    let call_of =
+        |room: &str| format!("<|tool_call>call:set_light{{room:<|\"|>{room}<|\"|>}}<tool_call|>");
+    for tools in [None, Some(ToolFormat::Gemma)] {
+        let style = |thoughts| AnswerStyle { thoughts, tools };
+        for (thoughts, answer, mut expected) in [
+            (
+                Thoughts::Perhaps(tags),
+                "<|channel>thought\nhm\n<channel|>On it.<|channel>thought\nDone?<channel|>\nYes.",
+                vec![
+                    reasoning("hm\n"),
+                    text("On it."),
+                    reasoning("Done?"),
+                    text("Yes."),
+                ],
+            ),
+            // Without thoughts, larger models still write their tags.
+            (
+                Thoughts::Perhaps(tags),
+                "<|channel>thought\n<channel|>Yes.<|channel>thought\n<channel|>",
+                vec![text("Yes.")],
+            ),
+            (
+                Thoughts::Open(tags),
+                "so<channel|><|channel>thought\n<channel|>Yes.<channel|>",
+                vec![reasoning("so"), text("Yes.")],
+            ),
+            (
+                Thoughts::Perhaps(tags),
+                "<|channel>final",
+                vec![text("<|channel>final")],
+            ),
+        ] {
+            let mut answer = answer.to_owned();
+            if tools.is_some() && answer.ends_with('>') {
+                answer.push_str(&call_of("hall"));
+                expected.push(call("set_light", r#"{"room":"hall"}"#));
+            }
+            assert_eq!(read(style(thoughts), &[&answer]), expected, "{answer}");
+            let pieces: Vec<String> = answer.chars().map(String::from).collect();
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            assert_eq!(read(style(thoughts), &pieces), expected, "{answer}");
+        }
+    }
 }
 
 #[test]
@@ -365,6 +414,23 @@ fn calls_are_read_however_models_write_them() {
             vec![call("set_light", hall), call("set_light", "{}")],
         ),
         (
+            "<|tool_call>call:set_light{level:2,room:<|\"|>hall, {no}<tool_call|><|\"|>}<tool_call|>",
+            both(r#"{"level":2,"room":"hall, {no}<tool_call|>"}"#),
+        ),
+        (
+            "<|tool_call>call:set_light{ <|\"|>room<|\"|>: \"hall\" }<tool_call|><|tool_call>call:set_light{room:hall}<tool_call|>",
+            vec![call("set_light", hall), call("set_light", hall)],
+        ),
+        (
+            "<|tool_call>call:other{list:[{a:null},<|\"|>b<|\"|>,[1.5]]}<tool_call|>",
+            vec![call("other", r#"{"list":[{"a":null},"b",[1.5]]}"#)],
+        ),
+        (
+            "<|tool_call>call:default_api.set_light{room:<|\"|>hall<|\"|>}",
+            both(hall),
+        ),
+        ("call:set_light{room:<|\"|>hall<|\"|>}", both(hall)),
+        (
             "<TOOLCALL>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]</TOOLCALL>",
             both(hall),
         ),
@@ -538,6 +604,19 @@ fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
         [call("f", r#"{"a":"x""#)]
     );
     assert_eq!(cut(ToolFormat::Parameters, "<tool_call>\n<functio"), []);
+    let gemma = "<|tool_call>call:f{a:<|\"|>x<|\"|>,b:12}";
+    for (begun, expected) in [
+        ("<|tool_call>ca", vec![]),
+        ("<|tool_call>call:f", vec![]),
+        ("<|tool_call>call:f{a:<|\"|>", vec![call("f", "{")]),
+        (
+            "<|tool_call>call:f{a:<|\"|>x<|\"|>,b:1",
+            vec![call("f", r#"{"a":"x""#)],
+        ),
+        (gemma, vec![call("f", r#"{"a":"x","b":12}"#)]),
+    ] {
+        assert_eq!(cut(ToolFormat::Gemma, begun), expected, "{begun}");
+    }
     // Complete calls stay complete, and truncated text stays text.
     assert_eq!(
         cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
@@ -585,9 +664,11 @@ fn what_is_no_call_stays_text() {
 proptest! {
     #[test]
     fn cutting_changes_nothing(
-        pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
-        tools in prop::option::of(prop::sample::select(vec![ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged])),
-        thoughts in prop::sample::select(vec![Thoughts::None, Thoughts::Open(THINK), Thoughts::Perhaps(THINK)]),
+        pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|<\\|tool_call>|<tool_call\\|>|<\\|channel>thought\n|<channel\\|>|call:set_light\\{|<\\|\"\\|>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
+        tools in prop::option::of(prop::sample::select(vec![ToolFormat::Bare, ToolFormat::Gemma, ToolFormat::Parameters, ToolFormat::Tagged])),
+        thoughts in prop::sample::select(vec![
+            Thoughts::None, Thoughts::Open(THINK), Thoughts::Perhaps(THINK), Thoughts::Open(CHANNEL), Thoughts::Perhaps(CHANNEL),
+        ]),
     ) {
         let style = AnswerStyle { thoughts, tools };
         let whole = pieces.concat();

@@ -107,11 +107,11 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
         let same = match (&rendered, case.text, case.refused) {
             (Ok(rendered), Some(text), _) => rendered.text.replace(rendered.mark, "") == text,
             (Err(ChatError::Refused { message }), None, Some(refused)) => *message == refused,
-            // If the template refuses the system role, its text becomes the user's.
+            // If the template refuses the system role or results of tools, their text becomes the user's.
             (Ok(_), None, Some(_)) => conversation
                 .messages
                 .iter()
-                .any(|message| message.role == Role::System),
+                .any(|message| matches!(message.role, Role::System | Role::Tool)),
             // A failure in Python may render here.
             _ => case.failed.is_some(),
         };

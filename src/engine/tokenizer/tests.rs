@@ -1,6 +1,6 @@
 //! Tests of the tokenizer with small and damaged vocabularies, and with llama.cpp's.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::Value;
 use proptest::prelude::*;
@@ -325,6 +325,7 @@ fn tokens_are_those_of_llama_cpp() {
         "starcoder",
         "refact",
         "command-r",
+        "gemma-4",
     ] {
         let file = folder.join(format!("ggml-vocab-{name}.gguf"));
         let tokenizer = Tokenizer::from_header(&Header::read(&file).unwrap()).unwrap();
@@ -354,17 +355,25 @@ fn tokens_are_those_of_llama_cpp() {
     }
 }
 
-/// A file of llama.cpp's answers for a vocabulary of Gemma 4's kind: of the fixture, or of another vocabulary with texts
-/// made by its scripts.
+/// A small vocabulary of Gemma 4's kind, with llama.cpp's answers.
 fn of_gemma_4(file: &str) -> PathBuf {
-    let ours = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/gemma4-tokens");
-    std::env::var_os("COTENANT_GEMMA4_TOKENS")
-        .map_or(ours, PathBuf::from)
+    let folder = "../../tests/fixtures/gemma4-tokens";
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join(folder)
         .join(file)
 }
 
-fn gemma_4() -> Tokenizer {
-    let header = Header::read(&of_gemma_4("vocabulary.gguf")).unwrap();
+/// A file of that folder, or of one for another vocabulary, made by its scripts.
+fn compared(file: &str) -> PathBuf {
+    let other = std::env::var_os("COTENANT_GEMMA4_TOKENS");
+    other.map_or_else(
+        || of_gemma_4(file),
+        |folder| PathBuf::from(folder).join(file),
+    )
+}
+
+fn tokenizer_of(file: &Path) -> Tokenizer {
+    let header = Header::read(file).unwrap();
     Tokenizer::check(&header).unwrap();
     Tokenizer::from_header(&header).unwrap()
 }
@@ -376,8 +385,8 @@ struct Case(String, Vec<u32>, Vec<u32>);
 /// Tokens of texts that user-defined tokens of Gemma 4, which are control tokens here, do not occur in.
 #[test]
 fn tokens_of_gemma_4_are_those_of_llama_cpp() {
-    let tokenizer = gemma_4();
-    let cases = std::fs::read_to_string(of_gemma_4("cases.json")).unwrap();
+    let tokenizer = tokenizer_of(&compared("vocabulary.gguf"));
+    let cases = std::fs::read_to_string(compared("cases.json")).unwrap();
     let cases: Vec<Case> = serde_json::from_str(&cases).unwrap();
     let control = tokenizer.control.entries();
     let shown: Vec<u32> = control
@@ -403,8 +412,8 @@ fn tokens_of_gemma_4_are_those_of_llama_cpp() {
 
 #[test]
 fn bytes_and_ends_of_gemma_4_are_those_of_llama_cpp() {
-    let tokenizer = gemma_4();
-    let pieces = std::fs::read_to_string(of_gemma_4("pieces.txt")).unwrap();
+    let tokenizer = tokenizer_of(&compared("vocabulary.gguf"));
+    let pieces = std::fs::read_to_string(compared("pieces.txt")).unwrap();
     for (token, line) in (0..).zip(pieces.lines()) {
         let mut ours = format!("{token} {} ", u8::from(tokenizer.is_end(token)));
         for byte in tokenizer.bytes(token) {
@@ -417,7 +426,7 @@ fn bytes_and_ends_of_gemma_4_are_those_of_llama_cpp() {
 
 #[test]
 fn control_tokens_of_gemma_4_are_shown_but_come_from_templates_only() {
-    let tokenizer = gemma_4();
+    let tokenizer = tokenizer_of(&of_gemma_4("vocabulary.gguf"));
     assert!(tokenizer.adds_bos(), "although the file denies it");
     let token = |text: &str| tokenizer.control(text).unwrap();
     assert_eq!(tokenizer.suppressed(), [token("<|image|>")]);
