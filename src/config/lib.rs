@@ -29,7 +29,7 @@ pub use reload::reloaded;
 pub use settings::{
     BudgetConfig, CONVERSATIONS, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits,
     HttpConfig, IdleConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen,
-    LlmConfig, LogConfig, LogFormat, OtlpConfig, PressureConfig, PressureWatch, Readiness,
+    LlmConfig, LogConfig, LogFormat, Otlp, OtlpConfig, PressureConfig, PressureWatch, Readiness,
     ReadyConfig, Resource, RolesConfig, SafeProfileConfig, SheddingConfig, SyscallFilter,
     TcpConfig, TelemetryConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
     WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,

@@ -622,12 +622,24 @@ pub struct LogConfig {
 /// Destination of request spans, and names of metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TelemetryConfig {
-    /// The collector. Default `None`.
-    pub otlp: Option<OtlpConfig>,
+    /// The collector. Default: that of the environment.
+    pub otlp: Otlp,
     /// CA certificates for verifying a collector with TLS, PEM. Default `/etc/ssl/certs/ca-certificates.crt`.
     pub otlp_ca: PathBuf,
     /// Whether the LLM's load is also published under vLLM's metric names. Default false.
     pub vllm_names: bool,
+}
+
+/// Choice of the collector of spans.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Otlp {
+    /// That of the standard variables, if they name one. Default.
+    #[default]
+    Environment,
+    /// None.
+    Off,
+    /// This one.
+    To(OtlpConfig),
 }
 
 /// Collector of spans.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::{
-    OtlpConfig, TelemetryConfig,
+    Otlp, OtlpConfig, TelemetryConfig,
     checker::Checker,
     raw::{RawTelemetry, Text},
 };
@@ -20,20 +20,59 @@ pub(super) fn check(checker: &mut Checker, raw: &RawTelemetry) -> TelemetryConfi
     }
 }
 
-fn otlp(checker: &mut Checker, text: &Text) -> Option<OtlpConfig> {
-    let written = checker.given("telemetry.otlp", text)?;
+fn otlp(checker: &mut Checker, text: &Text) -> Otlp {
+    let Some(written) = checker.given("telemetry.otlp", text) else {
+        return Otlp::Environment;
+    };
     if written == "none" {
-        return None;
+        return Otlp::Off;
     }
-    let parsed = parsed(written);
-    if parsed.is_none() {
-        checker.fault(
-            "telemetry.otlp",
-            format!("`{}` is not an address", written.escape_debug()),
-            Some(HINT),
-        );
+    parsed(written).map_or_else(
+        || {
+            checker.fault(
+                "telemetry.otlp",
+                format!("`{}` is not an address", written.escape_debug()),
+                Some(HINT),
+            );
+            Otlp::Off
+        },
+        Otlp::To,
+    )
+}
+
+impl Otlp {
+    /// The collector: that of the configuration, and without one there that of `OTEL_EXPORTER_OTLP_ENDPOINT` and
+    /// `OTEL_EXPORTER_OTLP_PROTOCOL` (`http/protobuf`, the default, or `grpc`).
+    ///
+    /// # Errors
+    ///
+    /// Endpoint and protocol of the variables if spans cannot be sent there.
+    pub fn collector(
+        self,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<OtlpConfig>, (String, String)> {
+        let set = |name: &str| variable(name).filter(|text| !text.is_empty());
+        match self {
+            Self::To(collector) => return Ok(Some(collector)),
+            Self::Off => return Ok(None),
+            Self::Environment => {}
+        }
+        let Some(endpoint) = set("OTEL_EXPORTER_OTLP_ENDPOINT") else {
+            return Ok(None);
+        };
+        let protocol = set("OTEL_EXPORTER_OTLP_PROTOCOL").unwrap_or_else(|| HTTP.to_owned());
+        let base = endpoint.trim_end_matches('/');
+        let address = match (protocol.as_str(), base.split_once("://")) {
+            (HTTP, Some(("http" | "https", _))) => Some(format!("{base}/v1/traces")),
+            ("grpc", Some(("http", rest))) => Some(format!("grpc://{rest}")),
+            ("grpc", Some(("https", rest))) => Some(format!("grpcs://{rest}")),
+            _ => None,
+        };
+        match address.as_deref().and_then(parsed) {
+            Some(collector) => Ok(Some(collector)),
+            None => Err((endpoint, protocol)),
+        }
     }
-    parsed
 }
 
 fn parsed(written: &str) -> Option<OtlpConfig> {
@@ -86,6 +125,9 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
 const HINT: &str = "write the address of a collector: `grpc://127.0.0.1:4317`, `grpcs://…`, `http://127.0.0.1:4318` or \
                     `https://…`, or `none`";
 
+/// OpenTelemetry's name of protobuf over HTTP.
+const HTTP: &str = "http/protobuf";
+
 /// Ports assigned to OTLP for both protocols.
 const GRPC_PORT: u16 = 4317;
 const HTTP_PORT: u16 = 4318;
@@ -134,6 +176,56 @@ mod tests {
             ("ftp://collector", None),
         ] {
             assert_eq!(of(text).as_deref(), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_environment_names_the_collector_of_a_configuration_without_one() {
+        let of = |otlp: Otlp, endpoint: &str, protocol: &str| {
+            let found = otlp.collector(|name| {
+                let text = match name {
+                    "OTEL_EXPORTER_OTLP_ENDPOINT" => endpoint,
+                    "OTEL_EXPORTER_OTLP_PROTOCOL" => protocol,
+                    _ => return None,
+                };
+                Some(text.to_owned())
+            });
+            found.map(|collector| {
+                collector.map(|otlp| (otlp.grpc, otlp.tls, otlp.authority + &otlp.path))
+            })
+        };
+        for (endpoint, protocol, expected) in [
+            ("", "", None),
+            (
+                "http://c:4318",
+                "",
+                Some((false, false, "c:4318/v1/traces")),
+            ),
+            (
+                "https://c:443/otlp/",
+                "http/protobuf",
+                Some((false, true, "c:443/otlp/v1/traces")),
+            ),
+            ("http://c:4317/", "grpc", Some((true, false, "c:4317"))),
+            ("https://c", "grpc", Some((true, true, "c:4317"))),
+        ] {
+            let expected = expected.map(|(grpc, tls, place)| (grpc, tls, place.to_owned()));
+            let found = of(Otlp::Environment, endpoint, protocol);
+            assert_eq!(found, Ok(expected), "{endpoint} {protocol}");
+            assert_eq!(of(Otlp::Off, endpoint, protocol), Ok(None));
+        }
+        let written = Otlp::To(parsed("grpc://own").unwrap());
+        let found = of(written, "http://other", "").unwrap().unwrap();
+        assert_eq!(found.2, "own:4317");
+        for (endpoint, protocol) in [
+            ("c:4317", "grpc"),
+            ("http://c", "http/json"),
+            ("http://c/path", "grpc"),
+        ] {
+            assert!(
+                of(Otlp::Environment, endpoint, protocol).is_err(),
+                "{endpoint} {protocol}"
+            );
         }
     }
 }

@@ -352,8 +352,19 @@ fn clients_of(
 
 /// Returns the tracer, with an exporter if a collector is configured.
 fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
-    let Some(otlp) = config.otlp.clone() else {
-        return Tracer::default();
+    let variable = |name: &str| std::env::var(name).ok();
+    let otlp = match config.otlp.clone().collector(variable) {
+        Ok(Some(otlp)) => otlp,
+        Ok(None) => return Tracer::default(),
+        Err((endpoint, protocol)) => {
+            tracing::warn!(
+                endpoint,
+                protocol,
+                "cannot export spans to OTEL_EXPORTER_OTLP_ENDPOINT: write `http://host:4318` with the protocol \
+                 `http/protobuf`, or `http://host:4317` with `grpc`"
+            );
+            return Tracer::default();
+        }
     };
     let collector = Collector {
         protocol: if otlp.grpc {
@@ -368,7 +379,7 @@ fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
     let host = nix::unistd::gethostname()
         .ok()
         .and_then(|name| name.into_string().ok());
-    let resource = telemetry::resource(boot_id, host, |name| std::env::var(name).ok());
+    let resource = telemetry::resource(boot_id, host, variable);
     let tracer = Tracer::recording();
     parts.spawn_permanent(
         "the exporter of spans",
