@@ -190,7 +190,7 @@ pub fn load_text(path: &Path) -> Result<String, LoadError> {
     read_limited(path).map_err(|kind| LoadError::new(path, kind))
 }
 
-/// Reads a text of at most [`FILE_MAX`] that is readable only by its owner, this user or root.
+/// Reads a text of at most [`FILE_MAX`] that is readable only by its owner: this user, root, or the user of the service.
 ///
 /// # Errors
 /// If it cannot be read, or other users may read it.
@@ -198,7 +198,7 @@ pub fn load_private(path: &Path) -> Result<String, LoadError> {
     read_private(path).map_err(|kind| LoadError::new(path, kind))
 }
 
-/// Reads a file of at most [`FILE_MAX`] that is readable only by its owner, this user or root.
+/// Reads a file of at most [`FILE_MAX`] that is readable only by its owner: this user, root, or the user of the service.
 pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let file = File::open(path).map_err(LoadErrorKind::Io)?;
     let found = file.metadata().map_err(LoadErrorKind::Io)?;
@@ -208,10 +208,16 @@ pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
             "users other than its owner have access (mode {mode:04o})"
         )));
     }
-    if ![0, nix::unistd::geteuid().as_raw()].contains(&owner) {
+    if ![0, nix::unistd::geteuid().as_raw()].contains(&owner) && Some(owner) != service_uid() {
         return Err(LoadErrorKind::Exposed(format!("it belongs to uid {owner}")));
     }
     read(file)
+}
+
+/// User of the packaged service, whose files root checks before the service reads them.
+fn service_uid() -> Option<u32> {
+    let user = nix::unistd::User::from_name("cotenant").ok()??;
+    Some(user.uid.as_raw())
 }
 
 fn read(file: File) -> Result<String, LoadErrorKind> {
