@@ -31,7 +31,9 @@ mod opening;
 mod parked;
 mod parting;
 mod refusing;
+mod saved;
 mod together;
+mod turns;
 mod windows;
 
 const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
