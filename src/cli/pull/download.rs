@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
     sync::mpsc,
     thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -29,7 +30,7 @@ use super::{
     meter::Meter,
 };
 use crate::exit::{self, CliError};
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, TimeSpan};
 
 /// A file that is fetched into a folder.
 pub(super) struct Download<'client> {
@@ -362,6 +363,7 @@ impl<'client> Download<'client> {
             None => self.connect()?,
         };
         let (from, name) = (self.have, self.source.name.as_str());
+        let limit = self.client.patience().stall * STALLS_OF_A_BLOCK;
         let (file, digest) = (&self.file, &mut self.digest);
         let received = thread::scope(|scope| {
             let (blocks, received) = mpsc::sync_channel(BLOCKS);
@@ -376,7 +378,7 @@ impl<'client> Download<'client> {
                 let mut block: Vec<u8> = emptied.try_recv().unwrap_or_default();
                 block.resize(most, 0);
                 let count;
-                (count, ended) = read_block(&mut stream.reader, &mut block);
+                (count, ended) = read_block(&mut stream.reader, &mut block, limit);
                 block.truncate(count);
                 at += count as u64;
                 meter.show(name, at, to);
@@ -432,10 +434,18 @@ impl Read for Growing<'_, '_> {
     }
 }
 
-/// Reads until the block is full, or the response ends.
-fn read_block(reader: &mut impl Read, block: &mut [u8]) -> (usize, io::Result<()>) {
-    let mut count = 0;
+/// Reads until the block is full, the response ends, or it takes longer than `limit`.
+fn read_block(
+    reader: &mut impl Read,
+    block: &mut [u8],
+    limit: Duration,
+) -> (usize, io::Result<()>) {
+    let (mut count, began) = (0, Instant::now());
     while let Some(rest) = block.get_mut(count..).filter(|rest| !rest.is_empty()) {
+        if began.elapsed() > limit {
+            let slow = format!("it sent {} in {}", Bytes::of_len(count), TimeSpan(limit));
+            return (count, Err(io::Error::new(io::ErrorKind::TimedOut, slow)));
+        }
         match reader.read(rest) {
             Ok(0) => return (count, Err(io::ErrorKind::UnexpectedEof.into())),
             Ok(more) => count += more,
@@ -568,6 +578,9 @@ pub(super) fn cannot(act: &str, path: &Path, error: io::Error) -> CliError {
 
 /// Bytes that are handed from the network to the disk at once; at most so many are lost when this process is killed.
 const BLOCK: usize = 256 << 10;
+/// A block may take as long as this many stalls: two minutes, or 2 KiB/s. A server that sends a byte now and then is given
+/// up like one that sends none.
+const STALLS_OF_A_BLOCK: u32 = 4;
 /// Blocks between the two: 8 MiB are 70 ms of a gigabit.
 const BLOCKS: usize = 32;
 /// Bytes between two writes to the disk; twice as many may wait for it.
@@ -578,3 +591,29 @@ const STATE_BYTES_MAX: u64 = 64 << 10;
 const AHEAD: u64 = 1 << 20;
 /// A server must send so many between cuts: 1 GiB in 4096 attempts at most.
 const PROGRESS: u64 = 256 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sends a byte every few milliseconds.
+    struct Drops;
+
+    impl Read for Drops {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            thread::sleep(Duration::from_millis(3));
+            buffer[0] = 1;
+            Ok(1)
+        }
+    }
+
+    #[test]
+    fn a_block_that_comes_in_drops_is_given_up_with_what_has_come() {
+        let (limit, mut block) = (Duration::from_millis(30), vec![0; 4096]);
+        let (count, ended) = read_block(&mut Drops, &mut block, limit);
+        assert!((1..4096).contains(&count), "{count}");
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let (count, ended) = read_block(&mut &[1u8; 100][..], &mut block[..100], limit);
+        assert!(count == 100 && ended.is_ok());
+    }
+}

@@ -142,11 +142,19 @@ fn pull(
         })?;
     let sources = hubs.resolve(client, &args.model, args.sha256.clone())?;
     let mut meter = Meter::new();
-    let mut downloads = sources
-        .into_iter()
-        .map(|source| Download::open(client, source, &folder, &mut meter))
-        .collect::<Result<Vec<_>, _>>()?;
-    let had: Vec<u64> = downloads.iter().map(Download::have).collect();
+    let (mut downloads, mut had): (Vec<Download<'_>>, Vec<u64>) = Default::default();
+    for source in sources {
+        match Download::open(client, source, &folder, &mut meter) {
+            Ok(download) => {
+                had.push(download.have());
+                downloads.push(download);
+            }
+            Err(error) => {
+                leave_as_found(&downloads, &had)?;
+                return Err(error);
+            }
+        }
+    }
     if let Err(error) = refuse_full_disk(&folder, &downloads) {
         leave_as_found(&downloads, &had)?;
         return Err(error);

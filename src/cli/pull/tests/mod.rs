@@ -555,6 +555,17 @@ fn a_listing_that_is_no_listing_is_refused() {
 }
 
 #[test]
+fn a_model_in_parts_of_which_one_is_another_file_leaves_nothing() {
+    let parts = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
+    let list = tree(&parts.map(|name| (name, &b"GGUF"[..])));
+    let server = Server::start(move |_| list.clone());
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join(parts[1]), b"another").unwrap();
+    refused(pull(&server, REFERENCE, &folder), &["already exists"]);
+    is_there(&folder, parts[1], b"another");
+}
+
+#[test]
 fn a_model_that_cannot_be_loaded_is_refused_before_its_weights() {
     let mut file = model(8);
     let name = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama";
