@@ -234,6 +234,47 @@ async fn alerts_and_metrics_are_what_promtool_accepts() {
 }
 
 #[test]
+fn the_ansible_role_documents_each_variable_with_its_default() {
+    let role = repository("deploy/ansible/roles/cotenant");
+    let read = |path: &str| std::fs::read_to_string(role.join(path)).unwrap();
+    let specs = read("meta/argument_specs.yml");
+    let (_, options) = specs.split_once("    options:\n").unwrap();
+    let mut documented = Vec::new();
+    let mut defaults = Vec::new();
+    for line in options.lines() {
+        let key = line
+            .strip_prefix("      ")
+            .filter(|key| !key.starts_with(' '));
+        if let Some(key) = key.and_then(|key| key.strip_suffix(':')) {
+            documented.push(key);
+        } else if let Some(value) = line.trim().strip_prefix("default: ") {
+            defaults.push(format!("{}: {value}", documented.last().unwrap()));
+        }
+    }
+    let written = read("defaults/main.yml");
+    let written: Vec<&str> = written
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .collect();
+    assert_eq!(written, defaults);
+    for file in [
+        "tasks/change.yml",
+        "tasks/check.yml",
+        "tasks/gate.yml",
+        "tasks/main.yml",
+        "tasks/rescue.yml",
+        "tasks/state.yml",
+        "vars/main.yml",
+    ] {
+        let text = read(file);
+        let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        for word in words.filter(|word| word.starts_with("cotenant_")) {
+            assert!(documented.contains(&word), "{file}: `{word}`");
+        }
+    }
+}
+
+#[test]
 fn the_container_makes_each_folder_that_the_daemon_writes_to() {
     let file = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
     let (before, _) = file.split_once("\nUSER cotenant\n").unwrap();
