@@ -37,8 +37,13 @@ impl Weights for Synthetic {
             feed_forward: 256,
             heads: 4,
             kv_heads: 2,
-            head_dim: 64,
+            // Half of it where layers have a window, in rows that are still a multiple of 256.
+            head_dim: match architecture {
+                Architecture::Gemma4 => 128,
+                _ => 64,
+            },
             rotary: match architecture {
+                Architecture::Gemma4 => 128,
                 Architecture::Qwen35 | Architecture::Qwen35Moe | Architecture::StableLm => 16,
                 Architecture::Phi3 => 48,
                 _ => 64,

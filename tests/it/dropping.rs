@@ -335,10 +335,10 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
         };
         let (on, off) = (reference("on"), reference("off"));
         // As in the fixtures' README.
-        let seed = if architecture == Architecture::Qwen3Moe {
-            9
-        } else {
-            7
+        let seed = match architecture {
+            Architecture::Qwen3Moe => 9,
+            Architecture::Gemma4 => 11,
+            _ => 7,
         };
         let types = TypeMix::All(GgmlDType::F32);
         let (_folder, path) = written(&Synthetic::tiny(architecture, types, seed));
