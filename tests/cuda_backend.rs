@@ -424,7 +424,7 @@ const WITHOUT_KERNELS: [(Architecture, &str); 10] = [
     ),
     (
         Architecture::Gemma4,
-        "its values are normalised and layers have inputs of their own, which no kernel supports",
+        "its values are normalised, which no kernel supports",
     ),
     (
         Architecture::Lfm2,

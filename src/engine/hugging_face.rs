@@ -209,8 +209,10 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
     };
     let kv_heads = read.optional("num_key_value_heads", 1024)?.unwrap_or(heads);
     if let Some(Value::Bool(true)) = config.get("enable_moe_block") {
-        return Err(ConfigJsonErrorKind::Family {
-            found: format!("{family} with experts"),
+        return Err(ConfigJsonErrorKind::Dimension {
+            key: "enable_moe_block",
+            value: "`true`".to_owned(),
+            limit: "and experts of this family are planned from the GGUF file only".to_owned(),
         });
     }
     let recurrent = match architecture {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use self::{
     keys::Keys,
     layers::{LAYER_INPUT_NORM, LAYER_PROJECTION, LayerBuilder},
-    limits::{WIDTH_MAX, len, root},
+    limits::{WIDTH_MAX, len},
     rotary::Rotary,
     tensors::{bad_shape, tensor, vector},
 };
@@ -32,7 +32,7 @@ pub use family::{
     LayerInputs, LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores,
     Temperature, Vector,
 };
-pub(super) use limits::POSITIONS_MAX;
+pub(super) use limits::{POSITIONS_MAX, root};
 pub use rotation::Rotation;
 
 /// A model that the engine can compute with.

@@ -9,7 +9,7 @@ use super::{embedding::Table, forward::Pass, products::Failure, workspace::Slot}
 use crate::{
     backend::{Activate, Norm, Operation, Residual, Row, RowBytes, Span, View, Widen},
     error::ForwardError,
-    spec::{Role, Vector},
+    spec::{Role, Vector, root},
 };
 
 /// Reads the embeddings of a chunk's tokens for all layers, and keeps those that began the residual stream.
@@ -128,11 +128,6 @@ fn first_embeddings(pass: &Pass<'_, '_>) -> View {
     let first = spec.layers.len() * pass.rows * inner;
     let end = first + pass.rows * spec.width;
     pass.model.workspace.inputs.view(first..end)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
-fn root(number: usize) -> f32 {
-    (number as f32).sqrt()
 }
 
 /// Of the sum of two terms.

@@ -16,7 +16,7 @@ use crate::{
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{ExpertLayout, Layout},
-    spec::{Beside, ExpertSpec, LayerSpec, Matrix, Role, Scores, Vector},
+    spec::{Beside, ExpertSpec, LayerSpec, Matrix, Role, Scores, Vector, root},
 };
 
 /// Experts of the rows of a chunk.
@@ -156,11 +156,6 @@ fn vector_of(
     };
     let read = model.backend.read(model.weights.fixed(), range)?;
     Ok(Some(read.to_vec()))
-}
-
-#[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
-fn root(number: usize) -> f32 {
-    (number as f32).sqrt()
 }
 
 /// Computes the chosen experts, first those in memory; the others are read meanwhile.

@@ -1,7 +1,7 @@
 //! Limits of header values.
 
 #[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
-pub(super) fn root(number: usize) -> f32 {
+pub(crate) fn root(number: usize) -> f32 {
     (number as f32).sqrt()
 }
 

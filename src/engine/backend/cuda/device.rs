@@ -230,11 +230,8 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     if spec.architecture.centres() {
         return Some("its norms subtract the mean, which no kernel supports".to_owned());
     }
-    if spec.attention.values_normed || spec.layer_inputs.is_some() {
-        return Some(
-            "its values are normalised and layers have inputs of their own, which no kernel supports"
-                .to_owned(),
-        );
+    if spec.attention.values_normed {
+        return Some("its values are normalised, which no kernel supports".to_owned());
     }
     let attention = &spec.attention;
     let dim = attention.head_dim;
