@@ -106,12 +106,23 @@ impl RecurrentState {
         (memory.view(start..middle), memory.view(middle..end))
     }
 
-    /// Byte range of layer `layer` in a copy of the state, and the working area.
+    /// Byte range of the matrices of layer `layer` in a copy of the state.
     #[must_use]
-    pub fn layer_of_copy(&self, layer: usize) -> Option<(Range<usize>, &Buffer)> {
-        let index = (*self.index.get(layer)?)?;
-        let bytes = self.layer_len * size_of::<f32>();
-        Some((index * bytes..(index + 1) * bytes, self.aside.as_ref()?))
+    pub fn matrices_of_copy(&self, layer: usize) -> Option<Range<usize>> {
+        let start = (*self.index.get(layer)?)? * self.layer_len;
+        let bytes = |elements| elements * size_of::<f32>();
+        Some(bytes(start)..bytes(start + self.matrices_len))
+    }
+
+    /// Byte range of layer `layer`, or of its convolution state, in a copy of the state, and its place in the working
+    /// area.
+    #[must_use]
+    pub fn layer_of_copy(&self, layer: usize, is_whole: bool) -> Option<(Range<usize>, View)> {
+        let matrices = self.matrices_of_copy(layer)?;
+        let skipped = if is_whole { 0 } else { matrices.len() };
+        let len = self.layer_len * size_of::<f32>();
+        let view = self.aside.as_ref()?.view_bytes(skipped, len - skipped);
+        Some((matrices.start + skipped..matrices.start + len, view))
     }
 
     fn buffers(&self) -> impl Iterator<Item = &Buffer> {

@@ -242,6 +242,16 @@ impl View {
         self
     }
 
+    /// `len` bytes of it from `offset`.
+    #[must_use]
+    pub fn part(&self, offset: usize, len: usize) -> Self {
+        Self {
+            offset: self.offset.saturating_add(offset),
+            len,
+            ..self.clone()
+        }
+    }
+
     /// Whether it is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
@@ -508,6 +518,16 @@ impl<'op> Access<'op> {
         }
     }
 
+    /// Opens floats of a buffer or of address space for writing.
+    #[expect(clippy::mut_from_ref, reason = "as `write`")]
+    pub(super) fn write_span(&mut self, span: &'op Span) -> Result<&'op mut [f32], DeviceError> {
+        let start = self.span(span)?;
+        let start = self.claim(start, span.len(), true)?;
+        floats_of(start, span.len())?;
+        // SAFETY: as in `write`; the span keeps its mapping, which is open there.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start.as_ptr().cast(), span.len() / 4) })
+    }
+
     /// Source or target bytes of a copy: the caller excludes overlaps.
     pub(super) fn span(&self, span: &Span) -> Result<NonNull<u8>, DeviceError> {
         match span {
@@ -536,7 +556,17 @@ impl<'op> Access<'op> {
 
     fn open(&mut self, view: &View, written: bool) -> Result<NonNull<u8>, DeviceError> {
         let start = self.address(view)?;
-        if self.overlaps(start, view.len, written) {
+        self.claim(start, view.len, written)
+    }
+
+    /// Records a range that the operation uses.
+    fn claim(
+        &mut self,
+        start: NonNull<u8>,
+        len: usize,
+        written: bool,
+    ) -> Result<NonNull<u8>, DeviceError> {
+        if self.overlaps(start, len, written) {
             return Err(DeviceError::new(
                 "a result lies where something else does".to_owned(),
             ));
@@ -547,7 +577,7 @@ impl<'op> Access<'op> {
                 "an operation uses more than {SPANS_MAX} views"
             )));
         };
-        *span = (from, from + view.len, written);
+        *span = (from, from + len, written);
         self.count += 1;
         Ok(start)
     }

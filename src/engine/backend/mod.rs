@@ -30,8 +30,9 @@ pub use super::error::DeviceError;
 pub use choice::{choose, retry_gpu, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, Span, View, offset_in_block};
 pub use operation::{
-    Activate, Attend, Combine, Convert, Convolve, Copies, Delta, Finish, Gap, Gather, Multiply,
-    Norm, Operation, Prepare, Product, Residual, Rotate, Row, RowBytes, Types, Widen,
+    Activate, Attend, Combine, Convert, Convolve, Copies, Delta, Finish, Gap, Gather, Matrices,
+    Multiply, Norm, Operation, Prepare, Product, ROWS_TOGETHER, Residual, Rotate, Row, RowBytes,
+    Types, Widen,
 };
 
 /// A compute device: chosen before the model's file is opened, since plans depend on its memory.
@@ -142,6 +143,11 @@ pub unsafe trait Backend: Send {
     /// Releases caches without a holder: free pages of the allocator, on a device the driver's pools. Called after a
     /// model has been opened, and never during a shed.
     fn trim(&self);
+
+    /// Whether [`Matrices::Parts`] are computed on where they are.
+    fn takes_parts(&self) -> bool {
+        false
+    }
 
     /// Queues an operation after all others.
     ///

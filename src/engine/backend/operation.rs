@@ -439,8 +439,8 @@ pub struct Delta {
     pub decay: View,
     /// Weights of the output norm.
     pub norm: View,
-    /// State matrices of the layer, each transposed: row j belongs to value element j.
-    pub state: View,
+    /// State matrices of the layer.
+    pub state: Matrices,
     /// The convolution's last inputs, oldest first.
     pub history: View,
     /// Row range within the chunk.
@@ -448,6 +448,30 @@ pub struct Delta {
     /// Copies of the result.
     pub prepare: Prepare,
 }
+
+/// State matrices of a layer's heads, each transposed: row j belongs to value element j.
+#[derive(Debug)]
+pub enum Matrices {
+    /// In one place.
+    Whole(View),
+    /// In consecutive parts, which only a [backend that takes parts](super::Backend::takes_parts) computes on; each has
+    /// a multiple of [`ROWS_TOGETHER`] rows.
+    Parts(Vec<Span>),
+}
+
+impl Matrices {
+    /// Whether a backend that takes parts computes on these, with rows of `columns` elements.
+    #[must_use]
+    pub fn may_be(parts: &[Span], columns: usize) -> bool {
+        let together = columns * ROWS_TOGETHER * size_of::<f32>();
+        parts.len() <= PARTS_MAX && parts.iter().all(|part| part.len().is_multiple_of(together))
+    }
+}
+
+/// Most parts of a layer's matrices; a layer of Qwen3.5-0.8B takes two or three, with `q4` KV six.
+const PARTS_MAX: usize = 8;
+/// Rows of a state matrix that kernels take together.
+pub const ROWS_TOGETHER: usize = 2;
 
 /// `gate = activation(gate) · up`.
 #[derive(Debug)]

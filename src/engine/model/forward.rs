@@ -13,8 +13,8 @@ use super::{
 };
 use crate::{
     backend::{
-        Activate, Attend, Convolve, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate,
-        Span, Types, View,
+        Activate, Attend, Convolve, Delta, Finish, Matrices, Norm, Operation, Prepare, Residual,
+        Rotate, Span, Types, View,
     },
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
@@ -506,13 +506,17 @@ impl Pass<'_, '_> {
                 .min(self.rows - first);
             let began = Instant::now();
             let some = first..first + rows;
-            let state = self.state(index, lane)?;
+            let state = match lane {
+                Some(lane) => self.state_of_lane(index, lane, recurrent)?,
+                None => self.state(index)?,
+            };
+            let is_moved = matches!(state.0, Matrices::Whole(_));
             match recurrent {
                 RecurrentSpec::Convolution(spec) => self.convolve(index, spec, state, some)?,
                 RecurrentSpec::Delta(spec) => self.delta(index, spec, state, some)?,
             }
             if let Some(lane) = lane {
-                self.move_state(index, lane, |copy, memory| (memory, copy))?;
+                self.move_state(index, lane, is_moved, |copy, area| (area, copy))?;
             }
             first += rows;
             if self.rows > 1 {
@@ -538,27 +542,54 @@ impl Pass<'_, '_> {
         self.products(index, Slot::Normed, wants)
     }
 
-    /// Returns the state matrices and the convolution history of a layer, of the sequence or of a lane.
-    fn state(&mut self, index: usize, lane: Option<Lane>) -> Result<(View, View), Failure> {
-        let Some(lane) = lane else {
-            let state = self.model.sequence.state.layer(index);
-            return state.ok_or(Failure::NoMatrix);
-        };
-        self.move_state(index, lane, |copy, memory| (copy, memory))?;
-        let state = self.model.sequence.state.aside();
-        state.ok_or(Failure::NoMatrix)
+    /// Returns the state matrices and the convolution history of a layer of the sequence.
+    fn state(&self, index: usize) -> Result<(Matrices, View), Failure> {
+        let (matrices, history) = self
+            .model
+            .sequence
+            .state
+            .layer(index)
+            .ok_or(Failure::NoMatrix)?;
+        Ok((Matrices::Whole(matrices), history))
     }
 
-    /// Copies a layer of a lane's state between its copy and the working area.
+    /// Returns the state matrices and the convolution history of a layer of a lane: matrices where they are stored if the
+    /// backend can compute on them, all else in the working area.
+    fn state_of_lane(
+        &mut self,
+        index: usize,
+        lane: Lane,
+        recurrent: &RecurrentSpec,
+    ) -> Result<(Matrices, View), Failure> {
+        let sequence = &self.model.sequence;
+        let parts = sequence.matrices_of_lane(lane, index);
+        let parts = parts.ok_or(Failure::NoMatrix)?;
+        let (matrices, history) = sequence.state.aside().ok_or(Failure::NoMatrix)?;
+        let columns = match recurrent {
+            RecurrentSpec::Convolution(_) => 0,
+            RecurrentSpec::Delta(spec) => spec.head_dim,
+        };
+        let is_moved = !(self.model.backend.takes_parts() && Matrices::may_be(&parts, columns));
+        self.move_state(index, lane, is_moved, |copy, area| (copy, area))?;
+        let matrices = if is_moved {
+            Matrices::Whole(matrices)
+        } else {
+            Matrices::Parts(parts)
+        };
+        Ok((matrices, history))
+    }
+
+    /// Copies a layer of a lane's state, or its convolution history, between its copy and the working area.
     fn move_state(
         &mut self,
         index: usize,
         lane: Lane,
+        is_whole: bool,
         direction: impl Fn(Span, Span) -> (Span, Span),
     ) -> Result<(), Failure> {
-        let parts = self.model.sequence.aside_layer(lane, index);
-        for (copy, memory) in parts.ok_or(Failure::NoMatrix)? {
-            let (from, to) = direction(copy, memory);
+        let parts = self.model.sequence.aside_layer(lane, index, is_whole);
+        for (copy, area) in parts.ok_or(Failure::NoMatrix)? {
+            let (from, to) = direction(copy, area);
             self.model.backend.queue(Operation::Move { from, to })?;
         }
         Ok(())
@@ -569,7 +600,7 @@ impl Pass<'_, '_> {
         &mut self,
         index: usize,
         spec: &ConvolutionSpec,
-        (_, history): (View, View),
+        (_, history): (Matrices, View),
         rows: Range<usize>,
     ) -> Result<(), Failure> {
         let weights = &self.model.weights;
@@ -591,7 +622,7 @@ impl Pass<'_, '_> {
         &mut self,
         index: usize,
         spec: &DeltaSpec,
-        (state, history): (View, View),
+        (state, history): (Matrices, View),
         rows: Range<usize>,
     ) -> Result<(), Failure> {
         let work = &self.model.workspace;

@@ -633,18 +633,32 @@ impl Sequence {
         Some(self.cache.window_of_copy(copy, number, position))
     }
 
-    /// Returns the stored parts of a layer of a lane's state, each with its target in the working area.
-    pub(super) fn aside_layer(&self, lane: Lane, layer: usize) -> Option<Vec<(Span, Span)>> {
-        let parked = self.parked.get(self.parked.number_of(lane)?)?;
-        let (bytes, memory) = self.state.layer_of_copy(layer)?;
+    /// Returns the stored parts of a layer of a lane's state, or of its convolution state, each with its target in the
+    /// working area.
+    pub(super) fn aside_layer(
+        &self,
+        lane: Lane,
+        layer: usize,
+        is_whole: bool,
+    ) -> Option<Vec<(Span, Span)>> {
+        let (bytes, area) = self.state.layer_of_copy(layer, is_whole)?;
         let mut at = 0;
-        let parts = self.cache.parts_of(parked.state.as_ref()?, bytes);
-        let spans = parts.into_iter().map(|part| {
-            let view = memory.view_bytes(at, part.len());
+        let parts = self.parts_of_lane(lane, bytes)?.into_iter().map(|part| {
+            let view = area.part(at, part.len());
             at += part.len();
             (part, Span::Buffer(view))
         });
-        Some(spans.collect())
+        Some(parts.collect())
+    }
+
+    /// Returns the stored parts of the matrices of a layer of a lane's state.
+    pub(super) fn matrices_of_lane(&self, lane: Lane, layer: usize) -> Option<Vec<Span>> {
+        self.parts_of_lane(lane, self.state.matrices_of_copy(layer)?)
+    }
+
+    fn parts_of_lane(&self, lane: Lane, bytes: Range<usize>) -> Option<Vec<Span>> {
+        let parked = self.parked.get(self.parked.number_of(lane)?)?;
+        Some(self.cache.parts_of(parked.state.as_ref()?, bytes))
     }
 
     /// Makes a lane the sequence, and parks the previous sequence, whose tokens are `held`. Returns the lane's tokens.

@@ -5,6 +5,8 @@
 //! all of them. The chunked form of the rule would need no less arithmetic for chunks this short, and its bits would
 //! depend on the start of a chunk.
 
+use std::ops::Range;
+
 use super::{
     delta_steps::{DIM, Steps, TOKENS_TOGETHER},
     float::{dot, rms_in_place, sigmoid, silu, softplus},
@@ -13,7 +15,7 @@ use super::{
     pool::Pool,
     share::Share,
 };
-use crate::backend::{Delta, DeviceError, memory::Access};
+use crate::backend::{Delta, DeviceError, Matrices, ROWS_TOGETHER, memory::Access};
 
 /// Returns the results of the rows.
 pub(crate) fn delta<'op>(
@@ -67,7 +69,7 @@ pub(crate) fn delta<'op>(
         unit_heads(isa, heads, dim, key_heads, epsilon);
     });
 
-    let state = Share::new(access.write(&job.state)?);
+    let state = State::open(&job.state, access)?;
     let (alpha, beta, gate) = (
         access.read(&job.alpha)?,
         access.read(&job.beta)?,
@@ -76,8 +78,6 @@ pub(crate) fn delta<'op>(
     let (decays, biases) = (access.read(&job.decay)?, access.read(&job.decay_bias)?);
     let norm = access.read(&job.norm)?;
     pool.run(value_heads, &|head| {
-        // SAFETY: each head is one item.
-        let state = unsafe { state.slice(head * dim * dim, dim * dim) };
         let source = head % key_heads;
         for first in (0..rows).step_by(TOKENS_TOGETHER) {
             let count = TOKENS_TOGETHER.min(rows - first);
@@ -109,10 +109,21 @@ pub(crate) fn delta<'op>(
                 decays: &decayed,
                 strengths: &strengths,
             };
-            // SAFETY: each head of each row is written by one item; its inputs there have been consumed.
-            apply(isa, state, &steps, |at| unsafe {
-                mixed.slice((from + first + at) * values + head * dim, dim)
-            });
+            let end = (head + 1) * dim * dim;
+            let mut at = head * dim * dim;
+            while at < end {
+                // SAFETY: each head is one item.
+                let part = unsafe { state.part(at..end) };
+                if part.is_empty() {
+                    break;
+                }
+                let rows = (at / dim % dim, part.len() / dim);
+                at += part.len();
+                // SAFETY: each head of each row is written by one item; its inputs there have been consumed.
+                apply(isa, part, rows, &steps, |at| unsafe {
+                    mixed.slice((from + first + at) * values + head * dim + rows.0, rows.1)
+                });
+            }
             for row in first..first + count {
                 // SAFETY: as above.
                 let out = unsafe { mixed.slice((from + row) * values + head * dim, dim) };
@@ -146,21 +157,63 @@ pub(super) fn taps_of(
     weights
 }
 
-/// The delta rule for several tokens of one head, in order, for each row of the state.
+/// The state matrices of an operation, in order.
+struct State<'op>(Vec<Share<'op, f32>>);
+
+impl<'op> State<'op> {
+    fn open(matrices: &'op Matrices, access: &mut Access<'op>) -> Result<Self, DeviceError> {
+        let parts = match matrices {
+            Matrices::Whole(view) => vec![Share::new(access.write(view)?)],
+            Matrices::Parts(parts) => {
+                let parts = parts.iter().map(|part| access.write_span(part));
+                parts
+                    .map(|part| Ok(Share::new(part?)))
+                    .collect::<Result<_, DeviceError>>()?
+            }
+        };
+        Ok(Self(parts))
+    }
+
+    /// The first elements of a range that are in one part.
+    ///
+    /// # Safety
+    ///
+    /// As [`Share::slice`].
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "as `Share::slice`: the callers promise exclusion"
+    )]
+    unsafe fn part(&self, elements: Range<usize>) -> &mut [f32] {
+        let Range { mut start, end } = elements;
+        let len = end - start;
+        for part in &self.0 {
+            if start < part.len() {
+                // SAFETY: the caller's promise.
+                return unsafe { part.slice(start, len.min(part.len() - start)) };
+            }
+            start -= part.len();
+        }
+        &mut []
+    }
+}
+
+/// The delta rule for several tokens of one head, in order, for some rows of its state: their first, and their number.
 fn apply<'out>(
     isa: Isa,
     state: &mut [f32],
+    (first, rows): (usize, usize),
     steps: &Steps<'_>,
     out: impl Fn(usize) -> &'out mut [f32],
 ) {
     if let Some(apply) = Kernels::of(isa).delta
         && steps.keys.iter().all(|key| key.len() == DIM)
+        && rows.is_multiple_of(ROWS_TOGETHER)
     {
         let mut results = [[0f32; DIM]; TOKENS_TOGETHER];
         // SAFETY: the set is only chosen where the machine has it; the lengths are right.
-        unsafe { apply(state, steps, &mut results) };
+        unsafe { apply(state, first, steps, &mut results) };
         for (at, result) in results[..steps.keys.len()].iter().enumerate() {
-            out(at).copy_from_slice(result);
+            out(at).copy_from_slice(&result[..rows]);
         }
         return;
     }
@@ -170,7 +223,7 @@ fn apply<'out>(
             state,
             steps.queries[at],
             steps.keys[at],
-            steps.values[at],
+            &steps.values[at][first..],
             steps.decays[at],
             steps.strengths[at],
             out(at),
@@ -245,8 +298,9 @@ pub(super) const TAPS_MAX: usize = 16;
 mod tests {
     use super::{super::test_numbers::numbers, *};
 
-    /// State and outputs after `tokens` tokens, passed in groups of `together`.
-    fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {
+    /// State and outputs after 21 tokens, passed in groups of `together`, with a state in parts of `split` rows.
+    fn run(isa: Isa, dim: usize, together: usize, split: usize) -> (Vec<f32>, Vec<f32>) {
+        let tokens = 21;
         let mut state = numbers(dim * dim, 1);
         let (queries, keys, values) = (
             numbers(tokens * dim, 2),
@@ -268,9 +322,12 @@ mod tests {
             };
             let share = Share::new(&mut out);
             // SAFETY: tokens are processed one after another.
-            apply(isa, &mut state, &steps, |at| unsafe {
-                share.slice((first + at) * dim, dim)
-            });
+            for (part, rows) in state.chunks_mut(split * dim).zip((0..dim).step_by(split)) {
+                let rows = (rows, part.len() / dim);
+                apply(isa, part, rows, &steps, |at| unsafe {
+                    share.slice((first + at) * dim + rows.0, rows.1)
+                });
+            }
         }
         (state, out)
     }
@@ -278,14 +335,11 @@ mod tests {
     #[test]
     fn the_rule_has_the_same_bits_for_any_set_of_instructions_and_any_number_of_tokens_at_once() {
         for dim in [32, 128] {
-            let reference = run(Isa::Baseline, dim, 21, 1);
+            let reference = run(Isa::Baseline, dim, 1, dim);
             for &isa in Isa::available() {
-                for together in [1, 2, 16] {
-                    assert_eq!(
-                        run(isa, dim, 21, together),
-                        reference,
-                        "{isa:?} {dim} {together}"
-                    );
+                for (together, split) in [(1, dim), (2, dim), (16, dim), (1, 6), (16, 10)] {
+                    let found = run(isa, dim, together, split);
+                    assert_eq!(found, reference, "{isa:?} {dim} {together} {split}");
                 }
             }
         }

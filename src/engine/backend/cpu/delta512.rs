@@ -6,11 +6,12 @@
 use std::arch::x86_64::*;
 
 use super::delta_steps::{DIM, Steps, TOKENS_TOGETHER};
+use crate::backend::ROWS_TOGETHER;
 
 /// Registers of a row.
 const PARTS: usize = DIM / 16;
 
-/// Applies the rule for all tokens of `steps` to a state of [`DIM`] rows of [`DIM`] elements.
+/// Applies the rule for all tokens of `steps` to rows of a state, of [`DIM`] elements, from row `first_row` on.
 ///
 /// # Safety
 ///
@@ -19,18 +20,20 @@ const PARTS: usize = DIM / 16;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn apply(
     state: &mut [f32],
+    first_row: usize,
     steps: &Steps<'_>,
     out: &mut [[f32; DIM]; TOKENS_TOGETHER],
 ) {
     assert_in_tests!(
-        state.len() == DIM * DIM
+        state.len().is_multiple_of(ROWS_TOGETHER * DIM)
+            && state.len() + first_row * DIM <= DIM * DIM
             && steps
                 .queries
                 .iter()
                 .chain(steps.keys)
                 .all(|part| part.len() == DIM)
     );
-    for (pair, rows) in state.chunks_exact_mut(2 * DIM).enumerate() {
+    for (pair, rows) in state.chunks_exact_mut(ROWS_TOGETHER * DIM).enumerate() {
         let rows = rows.as_mut_ptr();
         let mut first = [_mm512_setzero_ps(); PARTS];
         let mut second = [_mm512_setzero_ps(); PARTS];
@@ -44,7 +47,7 @@ pub(super) unsafe fn apply(
         for (token, out) in out.iter_mut().enumerate().take(steps.keys.len()) {
             let (key, query) = (steps.keys[token].as_ptr(), steps.queries[token].as_ptr());
             let (decay, strength) = (steps.decays[token], steps.strengths[token]);
-            let value = &steps.values[token][2 * pair..];
+            let value = &steps.values[token][first_row + 2 * pair..];
             // SAFETY: a key and a query.
             let known = unsafe { dots(key, &first, &second) };
             let change =

@@ -42,7 +42,7 @@ type Round = unsafe fn(&[f32], &mut [u8]);
 type Turn = unsafe fn(&[f32], usize, &mut [f32]);
 type TurnHalves = unsafe fn(&[u16], usize, &mut [f32]);
 type Score = unsafe fn(&[Walk<'_>], &[f32], usize, &mut [f32]);
-type Delta = unsafe fn(&mut [f32], &Steps<'_>, &mut [[f32; DIM]; TOKENS_TOGETHER]);
+type Delta = unsafe fn(&mut [f32], usize, &Steps<'_>, &mut [[f32; DIM]; TOKENS_TOGETHER]);
 type Weigh<T> = unsafe fn(&mut [Walk<'_>], &[T], &[f32]);
 
 impl Kernels {

@@ -179,6 +179,10 @@ unsafe impl Backend for Cpu {
         heap::trim();
     }
 
+    fn takes_parts(&self) -> bool {
+        true
+    }
+
     fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
         let Self { isa, pool, owner } = self;
         let isa = *isa;

@@ -33,6 +33,11 @@ impl<'slice, T> Share<'slice, T> {
         }
     }
 
+    /// Number of elements.
+    pub(crate) const fn len(&self) -> usize {
+        self.len
+    }
+
     /// The part of `len` elements from `from`; empty unless all of it is inside.
     ///
     /// # Safety

@@ -18,8 +18,8 @@ use super::{
 use crate::{
     arena::DeviceMemory as _,
     backend::{
-        Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Multiply, Norm, Operation,
-        Part, Prepare, Product, Rotate, RowBytes, View, Widen,
+        Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Matrices, Multiply, Norm,
+        Operation, Part, Prepare, Product, Rotate, RowBytes, View, Widen,
         cpu::dequantize,
         memory::{Cells, Owner},
         offset_in_block,
@@ -816,7 +816,10 @@ impl Launcher {
         self.fits(&job.mixed, job.rows.end * channels * 4)?;
         self.fits(&job.gate, rows * values * 4)?;
         self.fits(&job.scratch, rows * channels * 4)?;
-        self.fits(&job.state, spec.state_len() * 4)?;
+        let Matrices::Whole(state) = &job.state else {
+            return Err(DeviceError::new("a state is in parts".to_owned()));
+        };
+        self.fits(state, spec.state_len() * 4)?;
         self.fits(&job.history, spec.conv_len() * 4)?;
         let (keys, heads) = (word(spec.key_heads)?, word(spec.value_heads)?);
         let launched = DeltaJob {
@@ -828,7 +831,7 @@ impl Launcher {
             decay_bias: self.at(&job.decay_bias)?,
             decay: self.at(&job.decay)?,
             norm: self.at(&job.norm)?,
-            state: self.at(&job.state)?,
+            state: self.at(state)?,
             history: self.at(&job.history)?,
             made: self.at(&job.scratch)?,
             to: self.prepare(&job.prepare, rows, values)?,
