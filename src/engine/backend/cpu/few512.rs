@@ -15,7 +15,7 @@ use super::{
     rows256,
     set256::Avx512,
     tile,
-    turned::{LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums},
+    turned::{LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums, prefetch},
 };
 
 /// Independent partial sums over blocks.
@@ -89,17 +89,20 @@ impl<'rows, const N: usize, const G: usize> Job<'rows, N, G> {
         }
     }
 
-    /// Advances by `bytes` in each row, and prefetches as many of the next rows.
+    /// Advances by `bytes` in each row.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     fn go_on(&mut self, bytes: usize) {
         for blocks in &mut self.blocks {
             *blocks = blocks.ahead(bytes);
         }
+    }
+
+    /// Prefetches a part of the next rows: `bytes` of each.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    fn prefetch(&mut self, bytes: usize) {
         if let Some(ahead) = &mut self.ahead {
-            for line in 0..(G * LANES * bytes).div_ceil(64) {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
-            }
+            prefetch(*ahead, G * bytes);
             *ahead = ahead.wrapping_add(G * LANES * bytes);
         }
     }
@@ -205,6 +208,7 @@ unsafe fn blocks_of_32<T: TurnSmall, const N: usize, const G: usize>(mut job: Jo
                 *sum = _mm512_fmadd_ps(total, _mm512_mul_ps(scale, factor), *sum);
             }
         }
+        job.prefetch(T::BYTES);
         job.go_on(T::BYTES);
     }
     for ahead in 0..N {
@@ -256,27 +260,34 @@ unsafe fn blocks_of_256<T: TurnSuper, const N: usize>(mut job: Job<'_, N, 1>) {
         for chunk in 0..hint::black_box(T::CHUNKS) {
             let mut parts = [[zero; N]; 4];
             for step in 0..2 {
+                job.prefetch(T::BYTES.div_ceil(2 * T::CHUNKS));
                 // SAFETY: a block of each row.
                 let quants = unsafe { T::quants(job.blocks[0], chunk, step) };
                 for part in 0..runs {
                     let (run, half) = T::place(step, part);
-                    let parts = &mut parts[run];
+                    let is_last = half + 1 >= 2 / subs_of_run;
+                    // Of types with a scale for each half, no sum is kept: it stays in registers.
+                    let mut sums = if subs_of_run == 2 {
+                        [zero; N]
+                    } else {
+                        parts[run]
+                    };
                     for group in 0..4 {
                         for ahead in 0..N {
                             let at = 4 + 32 * (runs * chunk + run) + 16 * half + 4 * group;
                             // SAFETY: as many quants of each token as a block has.
                             let y = unsafe { everywhere(copies[ahead].wrapping_add(at)) };
-                            parts[ahead] =
-                                _mm512_dpbusd_epi32(parts[ahead], quants[part][group], y);
+                            sums[ahead] = _mm512_dpbusd_epi32(sums[ahead], quants[part][group], y);
                         }
                     }
-                    if half + 1 >= 2 / subs_of_run {
+                    if is_last {
                         let sub = subs_of_run * (runs * chunk + run) + half * (subs_of_run - 1);
                         for ahead in 0..N {
-                            let product = _mm512_mullo_epi32(parts[ahead], head.scales[sub]);
+                            let product = _mm512_mullo_epi32(sums[ahead], head.scales[sub]);
                             totals[ahead] = _mm512_add_epi32(totals[ahead], product);
-                            parts[ahead] = zero;
                         }
+                    } else {
+                        parts[run] = sums;
                     }
                 }
             }

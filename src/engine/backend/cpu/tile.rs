@@ -14,7 +14,7 @@ use std::{arch::x86_64::*, hint, mem::transmute};
 use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
     rows::Rows,
-    turned::{Block, LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums},
+    turned::{Block, LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums, prefetch},
 };
 
 /// Blocks whose sums are combined in one register, one lane each; a row's lanes are added at its end.
@@ -101,12 +101,14 @@ impl Turned {
         min_scale: Line::ZERO,
     };
 
+    /// Prefetches as many bytes from `ahead` on.
+    ///
     /// # Safety
     ///
     /// `rows` are blocks of the type.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn store<T: TurnSuper>(&mut self, rows: Sixteen) {
+    unsafe fn store<T: TurnSuper>(&mut self, rows: Sixteen, ahead: *const u8) {
         // SAFETY: the caller's promise.
         let head = unsafe { T::head(rows) };
         self.scale.store_floats(head.scale);
@@ -118,8 +120,13 @@ impl Turned {
             line.store(mins);
         }
         let runs = 8 / T::CHUNKS;
+        let bytes = T::BYTES.div_ceil(2 * T::CHUNKS);
         for chunk in 0..T::CHUNKS {
             for step in 0..2 {
+                prefetch(
+                    ahead.wrapping_add((2 * chunk + step) * LANES * bytes),
+                    bytes,
+                );
                 // SAFETY: the caller's promise.
                 let quants = unsafe { T::quants(rows, chunk, step) };
                 for (part, quants) in quants.into_iter().enumerate().take(runs) {
@@ -229,8 +236,10 @@ pub(super) unsafe fn super_rows<T: TurnSuper>(rows: &Rows<'_>) {
     for group in Group::all(rows) {
         for index in 0..blocks {
             for (part, turned) in turned.iter_mut().enumerate().take(group.parts) {
+                let blocks_before = part * blocks + index;
+                let ahead = group.ahead(blocks_before * LANES * T::BYTES);
                 // SAFETY: blocks of whole rows.
-                unsafe { turned.store::<T>(group.at(part, index * T::BYTES)) };
+                unsafe { turned.store::<T>(group.at(part, index * T::BYTES), ahead) };
             }
             let copy = |token: usize| {
                 rows.copy(group.from + token)
@@ -325,6 +334,15 @@ impl<'rows> Group<'rows> {
                 }
             })
         })
+    }
+
+    /// Address of the byte at `place` after these rows.
+    fn ahead(&self, place: usize) -> *const u8 {
+        let all = self.first[self.parts - 1] + LANES;
+        self.rows
+            .weights
+            .as_ptr()
+            .wrapping_add(all * self.rows.row_bytes + place)
     }
 
     /// Addresses of the bytes at `place` in each row of a register.

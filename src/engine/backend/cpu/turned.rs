@@ -88,6 +88,18 @@ impl Sixteen {
     }
 }
 
+/// Prefetches `bytes` bytes of each of sixteen rows, as they follow one another from `start` on.
+///
+/// Few at a time, between computations: a burst that exceeds the processor's pending reads holds up all later ones (Q6_K
+/// times four tokens took 1.6 times as long with a burst for each block, Zen 5).
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn prefetch(start: *const u8, bytes: usize) {
+    for line in 0..(LANES * bytes).div_ceil(64) {
+        _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(64 * line).cast());
+    }
+}
+
 /// A block of 32 columns of sixteen rows.
 pub(super) struct Block {
     /// Unsigned quants: one register per group of four columns, with four bytes per row. They have an offset of 128,
