@@ -205,6 +205,7 @@ impl Worker {
             answers: Vec::new(),
             reads: false,
             round_takes: Duration::ZERO,
+            sliced: None,
             speed: PassSpeed::default(),
             left: Retained::default(),
             text: None,

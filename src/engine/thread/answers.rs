@@ -637,7 +637,7 @@ impl Worker {
         answer: &Answer,
     ) -> ControlFlow<Outcome, Duration> {
         let began = Instant::now();
-        let (mut at, mut slice) = (0, SLICE_FIRST);
+        let mut at = 0;
         for number in 0usize.. {
             let rest = fresh.get(at..).unwrap_or_default();
             if rest.is_empty() {
@@ -651,6 +651,9 @@ impl Worker {
                 self.go_on();
                 continue;
             }
+            let slice = self.sliced.map_or(SLICE_FIRST, |(tokens, spent)| {
+                slice_for(tokens, spent, self.round_takes)
+            });
             let passes = Instant::now();
             self.take_commands();
             self.end_what_has_ended();
@@ -664,8 +667,10 @@ impl Worker {
             };
             let read = read?;
             at += read;
-            let spent = passes.elapsed().saturating_sub(self.round_takes);
-            slice = slice_for(read, spent, self.round_takes);
+            if read < rest.len() {
+                let spent = passes.elapsed().saturating_sub(self.round_takes);
+                self.sliced = Some((read, spent));
+            }
         }
         ControlFlow::Continue(began.elapsed())
     }
@@ -803,7 +808,7 @@ fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
     slice.max(SLICE_MIN)
 }
 
-/// First slice of a prompt read beside answers, in tokens, before its speed is known.
+/// First slice of the first prompt read beside answers, in tokens, before its speed is known.
 const SLICE_FIRST: usize = 4;
 /// Smallest slice: with fewer tokens, a prompt takes as many passes as an answer.
 const SLICE_MIN: usize = 4;

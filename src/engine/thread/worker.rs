@@ -37,6 +37,8 @@ pub(super) struct Worker {
     pub(super) reads: bool,
     /// Time of the last round, in which each answer advanced by a token.
     pub(super) round_takes: Duration,
+    /// Tokens of the last slice of a prompt that had more to come, and the time that it added to a round.
+    pub(super) sliced: Option<(usize, Duration)>,
     /// Pass times of a single answer.
     pub(super) speed: PassSpeed,
     /// Memory that a failed load has left to hanging reads.
