@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 10] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 11] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -425,6 +425,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 10] = [
     (
         Architecture::Gemma4,
         "its values are normalised, which no kernel supports",
+    ),
+    (
+        Architecture::GptOss,
+        "it is a mixture of experts, which no kernel supports",
     ),
     (
         Architecture::Lfm2,

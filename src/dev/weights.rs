@@ -51,13 +51,17 @@ impl Weights for Synthetic {
             rotary_base: 10_000.0,
             // Few tokens, so that windows matter in short tests.
             windows: match architecture {
-                Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Gemma4 => (6, 2),
+                Architecture::Gemma2
+                | Architecture::Gemma3
+                | Architecture::Gemma4
+                | Architecture::GptOss => (6, 2),
                 Architecture::Olmo2 => (6, 4),
                 _ => (0, 0),
             },
             recurrent: (2, 4, 64),
             experts: match architecture {
-                Architecture::Lfm2Moe
+                Architecture::GptOss
+                | Architecture::Lfm2Moe
                 | Architecture::Qwen3Moe
                 | Architecture::Qwen35Moe
                 | Architecture::Qwen3VlMoe => (8, 2),
@@ -76,7 +80,8 @@ impl Weights for Synthetic {
             context_max: 4096,
             tied: !matches!(
                 architecture,
-                Architecture::Llama
+                Architecture::GptOss
+                    | Architecture::Llama
                     | Architecture::Mistral3
                     | Architecture::Olmo2
                     | Architecture::StableLm

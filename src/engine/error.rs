@@ -450,6 +450,10 @@ fn nearest_family(architecture: &str) -> &'static str {
         ),
         ("gemma", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
         (
+            "gptoss",
+            "use a file of llama.cpp's converter, for example gpt-oss-20b-mxfp4.gguf of ggml-org",
+        ),
+        (
             "granite",
             "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M",
         ),

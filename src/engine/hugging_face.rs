@@ -264,12 +264,20 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
                 read.optional("sliding_window", 1 << 24)?.unwrap_or(512),
                 read.pattern(5)?,
             ),
+            Architecture::GptOss => (
+                read.optional("sliding_window", 1 << 24)?.unwrap_or(128),
+                read.pattern(2)?,
+            ),
             _ => (0, 0),
         },
         recurrent,
         experts: match architecture {
             Architecture::Qwen3Moe | Architecture::Qwen35Moe => (
                 read.number("num_experts", 512)?,
+                read.number("num_experts_per_tok", 512)?,
+            ),
+            Architecture::GptOss => (
+                read.number("num_local_experts", 512)?,
                 read.number("num_experts_per_tok", 512)?,
             ),
             _ => (0, 0),
@@ -316,10 +324,11 @@ fn families() -> String {
 }
 
 /// Families by their `model_type`, without the ending of a text model's section.
-const FAMILIES: [(&str, Architecture); 15] = [
+const FAMILIES: [(&str, Architecture); 16] = [
     ("gemma2", Architecture::Gemma2),
     ("gemma3", Architecture::Gemma3),
     ("gemma4", Architecture::Gemma4),
+    ("gpt_oss", Architecture::GptOss),
     ("granite", Architecture::Granite),
     ("llama", Architecture::Llama),
     ("mistral", Architecture::Llama),
@@ -524,6 +533,27 @@ mod tests {
             .map(|group| group.elements)
             .sum();
         assert_eq!(elements / 10_000_000, 746);
+    }
+
+    /// Published as 20.9 thousand million, in a file of 12.1 GB; half of the layers keep 128 tokens.
+    #[test]
+    fn gpt_oss_20b_has_its_published_parameters_and_weights() {
+        let text = r#"{"model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "max_position_embeddings": 131072,
+            "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": false}"#;
+        let shape = shape_of(text, TypeMix::MXFP4Moe).unwrap();
+        let inspected = inspect_shape(&shape, 1).unwrap();
+        let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
+        assert_eq!(elements / 100_000_000, 209);
+        let bytes: Bytes = inspected.tensors.iter().map(|group| group.bytes).sum();
+        assert_eq!(bytes.get() / 100_000_000, 120, "and the header");
+        let kv = inspected.shape.kv;
+        assert_eq!((kv.attention_layers, kv.windowed_layers()), (24, 12));
+        assert_eq!(kv.bytes_per_token(KvType::F16), Bytes::from_kib(24));
+        // Biases of experts are small and always in memory.
+        let fixed = inspected.shape.fixed_bytes;
+        assert!(fixed > Bytes::from_mib(25), "{fixed}");
     }
 
     #[test]

@@ -319,6 +319,7 @@ impl Spec {
             },
             activation: match architecture {
                 _ if architecture.is_gemma() => Activation::Gelu,
+                Architecture::GptOss => Activation::Clamped,
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {

@@ -13,6 +13,8 @@ use super::{
     tokenizer::byte_symbol,
 };
 
+mod shapes;
+
 /// A model whose header can be written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Synthetic {
@@ -34,7 +36,7 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
-    /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `olmo2`).
+    /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `gpt-oss`, `olmo2`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
@@ -84,8 +86,10 @@ impl Gemma4 {
 pub enum TypeMix {
     /// All the same; as in llama.cpp, IQ4_NL replaces IQ4_XS in rows not divisible by 256.
     All(GgmlDType),
+    /// As llama.cpp's `MXFP4_MOE`: experts in MXFP4, all others in Q8_0.
+    MXFP4Moe,
     /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections. Rows not
-    /// divisible by 256 use Q5_0 and Q8_0 instead.
+    /// divisible by 256 use Q5_0 and Q8_0 instead. Experts of `gpt-oss` stay in MXFP4.
     Q4KM,
 }
 
@@ -109,6 +113,7 @@ impl TypeMix {
             "iq4_nl" => Self::All(GgmlDType::IQ4NL),
             "iq4_xs" => Self::All(GgmlDType::IQ4XS),
             "mxfp4" => Self::All(GgmlDType::MXFP4),
+            "mxfp4_moe" => Self::MXFP4Moe,
             "q5_k" => Self::All(GgmlDType::Q5K),
             "q6_k" => Self::All(GgmlDType::Q6K),
             "q8_0" => Self::All(GgmlDType::Q8_0),
@@ -120,131 +125,6 @@ impl TypeMix {
 }
 
 impl Synthetic {
-    /// The shape of Qwen3.5-0.8B.
-    #[must_use]
-    pub const fn qwen35_0_8b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Qwen35,
-            layers: 24,
-            width: 1024,
-            feed_forward: 3584,
-            heads: 8,
-            kv_heads: 2,
-            head_dim: 256,
-            rotary: 64,
-            rotary_base: 1e7,
-            windows: (0, 0),
-            recurrent: (16, 16, 128),
-            experts: (0, 0),
-            gemma4: Gemma4::NONE,
-            vocabulary: 248_320,
-            context_max: 262_144,
-            tied: true,
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
-    /// The shape of Qwen3.5-4B.
-    #[must_use]
-    pub const fn qwen35_4b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            layers: 32,
-            width: 2560,
-            feed_forward: 9216,
-            heads: 16,
-            kv_heads: 4,
-            recurrent: (16, 32, 128),
-            ..Self::qwen35_0_8b(types, seed)
-        }
-    }
-
-    /// The shape of Qwen3.6-35B-A3B.
-    #[must_use]
-    pub const fn qwen35_35b_a3b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Qwen35Moe,
-            layers: 40,
-            width: 2048,
-            feed_forward: 512,
-            heads: 16,
-            kv_heads: 2,
-            recurrent: (16, 32, 128),
-            experts: (256, 8),
-            tied: false,
-            ..Self::qwen35_0_8b(types, seed)
-        }
-    }
-
-    /// The shape of Qwen3-0.6B.
-    #[must_use]
-    pub const fn qwen3_0_6b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Qwen3,
-            layers: 28,
-            width: 1024,
-            feed_forward: 3072,
-            heads: 16,
-            kv_heads: 8,
-            head_dim: 128,
-            rotary: 128,
-            rotary_base: 1e6,
-            windows: (0, 0),
-            recurrent: (0, 0, 0),
-            experts: (0, 0),
-            gemma4: Gemma4::NONE,
-            vocabulary: 151_936,
-            context_max: 40_960,
-            tied: true,
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
-    /// The shape of Qwen3-30B-A3B.
-    #[must_use]
-    pub const fn qwen3_30b_a3b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Qwen3Moe,
-            layers: 48,
-            width: 2048,
-            feed_forward: 768,
-            heads: 32,
-            kv_heads: 4,
-            experts: (128, 8),
-            tied: false,
-            ..Self::qwen3_0_6b(types, seed)
-        }
-    }
-
-    /// The shape of Llama-3.2-1B.
-    #[must_use]
-    pub const fn llama_3_2_1b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Llama,
-            layers: 16,
-            width: 2048,
-            feed_forward: 8192,
-            heads: 32,
-            kv_heads: 8,
-            head_dim: 64,
-            rotary: 64,
-            rotary_base: 500_000.0,
-            windows: (0, 0),
-            recurrent: (0, 0, 0),
-            experts: (0, 0),
-            gemma4: Gemma4::NONE,
-            vocabulary: 128_256,
-            context_max: 131_072,
-            tied: true,
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
     /// Writes the header, with a hole in place of the weights: sufficient for header readers.
     ///
     /// # Errors
@@ -381,6 +261,15 @@ impl Synthetic {
                 put("attention.shared_kv_layers", Entry::Uint(self.borrowing()));
                 put("final_logit_softcapping", Entry::Float(30.0));
             }
+            Architecture::GptOss => {
+                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
+                put("rope.scaling.factor", Entry::Float(32.0));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 32),
+                );
+            }
             Architecture::Phi3 => {
                 put("rope.scaling.type", Entry::Text("longrope".to_owned()));
                 put(
@@ -476,6 +365,7 @@ impl Synthetic {
             | Architecture::Qwen3Vl
             | Architecture::Qwen3VlMoe => "qwen2",
             Architecture::Qwen35 | Architecture::Qwen35Moe => "qwen35",
+            Architecture::GptOss => "gpt-4o",
             Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
             Architecture::StableLm => "stablelm2",
         };
@@ -498,6 +388,7 @@ impl Synthetic {
         let mut list = Vec::new();
         let head = match self.types {
             TypeMix::All(dtype) => dtype,
+            TypeMix::MXFP4Moe => GgmlDType::Q8_0,
             TypeMix::Q4KM => GgmlDType::Q6K,
         };
         let (width, kv) = (self.width, self.kv_heads * self.head_dim);
@@ -568,6 +459,11 @@ impl Synthetic {
             let mut stack = |name: &str, columns: u32, rows: u32, more: bool, depth: u32| {
                 let dtype = match self.types {
                     TypeMix::All(dtype) => dtype,
+                    TypeMix::MXFP4Moe if depth > 0 => GgmlDType::MXFP4,
+                    TypeMix::MXFP4Moe => GgmlDType::Q8_0,
+                    TypeMix::Q4KM if depth > 0 && self.architecture == Architecture::GptOss => {
+                        GgmlDType::MXFP4
+                    }
                     TypeMix::Q4KM if more && self.more_bits(layer) => GgmlDType::Q6K,
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
@@ -658,7 +554,7 @@ impl Synthetic {
             let norms = self.architecture.norms();
             if norms.before {
                 vector("attn_norm.weight", width, Draw::Norm);
-                if self.architecture.is_qwen35() {
+                if self.architecture.is_qwen35() || self.architecture == Architecture::GptOss {
                     vector("post_attention_norm.weight", width, Draw::Norm);
                 } else {
                     vector("ffn_norm.weight", width, Draw::Norm);
@@ -696,15 +592,20 @@ impl Synthetic {
                     vector("ffn_up.bias", self.feed_forward, Draw::Bias);
                     vector("ffn_down.bias", width, Draw::Bias);
                 }
-                Architecture::Qwen2 | Architecture::StableLm => {
+                Architecture::GptOss | Architecture::Qwen2 | Architecture::StableLm => {
                     vector("attn_q.bias", query, Draw::Bias);
                     vector("attn_k.bias", kv, Draw::Bias);
                     vector("attn_v.bias", kv, Draw::Bias);
                 }
                 _ => {}
             }
-            let taps = |name: &str, columns: u32, rows: u32| Tensor {
-                name: format!("blk.{layer}.{name}.weight"),
+            if self.architecture == Architecture::GptOss {
+                vector("attn_output.bias", width, Draw::Bias);
+                vector("attn_sinks.weight", self.heads, Draw::Bias);
+                vector("ffn_gate_inp.bias", experts, Draw::Bias);
+            }
+            let rows_of = |name: &str, columns: u32, rows: u32| Tensor {
+                name: format!("blk.{layer}.{name}"),
                 columns,
                 rows,
                 dtype: GgmlDType::F32,
@@ -713,12 +614,12 @@ impl Synthetic {
                 flat: false,
             };
             if convolution {
-                list.push(taps("shortconv.conv", 3, width));
+                list.push(rows_of("shortconv.conv.weight", 3, width));
             } else if recurrent {
                 vector("ssm_dt.bias", values, Draw::Bias);
                 vector("ssm_a", values, Draw::Decay);
                 vector("ssm_norm.weight", dim, Draw::Norm);
-                list.push(taps("ssm_conv1d", 4, channels));
+                list.push(rows_of("ssm_conv1d.weight", 4, channels));
             } else {
                 let lengths = match norms.heads {
                     HeadNorms::None => None,
@@ -730,6 +631,12 @@ impl Synthetic {
                     if !borrows {
                         vector("attn_k_norm.weight", key, Draw::Norm);
                     }
+                }
+            }
+            if self.architecture == Architecture::GptOss {
+                for (name, columns) in [("gate", inner), ("up", inner), ("down", width)] {
+                    let name = format!("ffn_{name}_exps.bias");
+                    list.push(rows_of(&name, columns, experts));
                 }
             }
             if extra {

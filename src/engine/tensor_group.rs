@@ -163,7 +163,8 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
             _ => TensorKind::Vectors,
         };
     };
-    let is_matrix = info.dims.len() > 1 && !rest.starts_with("ssm_conv1d");
+    let is_matrix =
+        info.dims.len() > 1 && !rest.starts_with("ssm_conv1d") && !rest.ends_with(".bias");
     match rest {
         _ if !is_matrix => TensorKind::Vectors,
         "inp_gate.weight" | "proj.weight" => TensorKind::FeedForward,

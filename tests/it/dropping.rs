@@ -226,6 +226,7 @@ fn however_tokens_are_dropped_the_answer_has_the_same_bits() {
         (Architecture::Qwen35, KvType::Q8),
         (Architecture::Gemma3, KvType::Q4),
         (Architecture::Gemma4, KvType::Q8),
+        (Architecture::GptOss, KvType::Q4),
     ] {
         // Blocks of whole pages, so that freed memory can be counted exactly.
         let (_folder, path) = written(&Synthetic::tiny(
@@ -314,6 +315,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
                 | Architecture::Qwen35Moe
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
+                | Architecture::GptOss
                 | Architecture::Olmo2
                 | Architecture::Phi3
                 | Architecture::Qwen2

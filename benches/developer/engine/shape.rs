@@ -59,6 +59,12 @@ pub(crate) enum ShapeName {
     /// Gemma 4 E2B with a vocabulary of 32,000 tokens.
     #[value(name = "gemma4-e2b-32k")]
     Gemma4,
+    /// gpt-oss-20b, 12 GB in MXFP4_MOE.
+    #[value(name = "gpt-oss-20b")]
+    GptOss,
+    /// Six of its 24 layers and a vocabulary of 32,000 tokens.
+    #[value(name = "gpt-oss-6")]
+    GptOssSmall,
     /// Qwen2.5-0.5B, whose rows are no multiple of 256.
     #[value(name = "qwen2.5-0.5b")]
     Qwen25,
@@ -73,6 +79,8 @@ pub(crate) enum ShapeName {
     TinyGemma4,
     /// The same of EXAONE 4.
     TinyExaone4,
+    /// The same of gpt-oss.
+    TinyGptOss,
     /// The same of Granite.
     TinyGranite,
     /// The same of LFM2.
@@ -163,11 +171,15 @@ pub(crate) enum TypeName {
     /// All MXFP4.
     #[value(name = "mxfp4")]
     MXFP4,
+    /// Experts in MXFP4, all others in Q8_0.
+    #[value(name = "mxfp4_moe")]
+    MXFP4Moe,
 }
 
 impl TypeName {
     const fn mix(self) -> TypeMix {
         TypeMix::All(match self {
+            Self::MXFP4Moe => return TypeMix::MXFP4Moe,
             Self::Q4KM => return TypeMix::Q4KM,
             Self::BF16 => GgmlDType::BF16,
             Self::F16 => GgmlDType::F16,
@@ -213,11 +225,18 @@ impl ShapeName {
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
             Self::Gemma3 => gemma3_1b(mix, seed),
             Self::Gemma4 => gemma4_e2b(mix, seed),
+            Self::GptOss => Synthetic::gpt_oss_20b(mix, seed),
+            Self::GptOssSmall => Synthetic {
+                layers: 6,
+                vocabulary: 32_000,
+                ..Synthetic::gpt_oss_20b(mix, seed)
+            },
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
             Self::TinyExaone4 => tiny(Architecture::Exaone4),
             Self::TinyGemma2 => tiny(Architecture::Gemma2),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyGemma4 => tiny(Architecture::Gemma4),
+            Self::TinyGptOss => tiny(Architecture::GptOss),
             Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLfm2 => tiny(Architecture::Lfm2),
             Self::TinyLfm2Moe => tiny(Architecture::Lfm2Moe),

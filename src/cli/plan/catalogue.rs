@@ -28,7 +28,7 @@ pub struct CatalogueArgs {
     /// Board, by name or file. Default: all known boards.
     #[arg(long, value_name = "NAME|FILE")]
     device: Option<String>,
-    /// Type of the weights: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
+    /// Type of the weights: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `mxfp4_moe`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
     #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
     weights: TypeMix,
 }
@@ -106,7 +106,7 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
 
 pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
     TypeMix::named(&text.to_ascii_lowercase()).ok_or_else(|| {
-        "not a type of weights; known are q4_k_m, iq4_xs, iq4_nl, mxfp4, q4_0, q5_k, q6_k, q8_0, f16 \
+        "not a type of weights; known are q4_k_m, iq4_xs, iq4_nl, mxfp4, mxfp4_moe, q4_0, q5_k, q6_k, q8_0, f16 \
          and bf16"
             .to_owned()
     })
@@ -197,6 +197,7 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
                 ..qwen3.clone()
             },
         ),
+        ("gpt-oss-20b", Synthetic::gpt_oss_20b(types, 0)),
         ("Qwen3-30B-A3B", Synthetic::qwen3_30b_a3b(types, 0)),
         ("Qwen3.6-35B-A3B", Synthetic::qwen35_35b_a3b(types, 0)),
         (
@@ -226,7 +227,9 @@ mod tests {
         for (name, model) in models(TypeMix::Q4KM) {
             let inspected = inspect_shape(&model, 1).unwrap();
             let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
-            let parts = name.split('-').filter_map(|part| part.strip_suffix('B'));
+            let parts = name
+                .split('-')
+                .filter_map(|part| part.strip_suffix(['B', 'b']));
             let named: f64 = parts.flat_map(str::parse).next().unwrap();
             #[expect(clippy::cast_precision_loss, reason = "for a ratio")]
             let ratio = elements as f64 / (named * 1e9);

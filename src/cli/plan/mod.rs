@@ -70,7 +70,7 @@ pub struct PlanArgs {
     /// Type of the KV cache: `f16`, `q8` or `q4`.
     #[arg(long, value_name = "TYPE", value_parser = quantity::kv_type())]
     kv_type: Option<KvType>,
-    /// Type of the weights for a `config.json`: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `q4_0`, `q5_k`, `q6_k`, `q8_0`,
+    /// Type of the weights for a `config.json`: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `mxfp4_moe`, `q4_0`, `q5_k`, `q6_k`, `q8_0`,
     /// `f16` or `bf16`.
     #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
     weights: TypeMix,

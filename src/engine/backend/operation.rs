@@ -75,6 +75,10 @@ impl Operation<'_> {
             }),
             Self::Combine(job) => Operation::Combine(Combine {
                 terms: job.terms.into_owned().into(),
+                biases: job.biases.map(|biases| RowBiases {
+                    of: biases.of.into_owned().into(),
+                    ..biases
+                }),
                 ..job
             }),
             Self::Convert(job) => Operation::Convert(job),
@@ -269,17 +273,28 @@ pub struct Gather<'a> {
     pub prepare: Prepare,
 }
 
-/// `to[i] = Σ factor · from[row]` over the terms of a row, in their order.
+/// `to[i] = Σ factor · (from[row] + bias)` over the terms of a row, in their order.
 #[derive(Debug)]
 pub struct Combine<'a> {
     /// Source.
     pub from: View,
     /// Row of the source and its factor, equally many for each row of the target.
     pub terms: Cow<'a, [(u32, f32)]>,
+    /// Biases of the terms, if they have any.
+    pub biases: Option<RowBiases<'a>>,
     /// Elements of a row.
     pub width: usize,
     /// Target.
     pub to: View,
+}
+
+/// Biases of the terms of a [`Combine`].
+#[derive(Debug)]
+pub struct RowBiases<'a> {
+    /// The biases, in rows as long as those of the source.
+    pub rows: View,
+    /// Number of each term's row.
+    pub of: Cow<'a, [u32]>,
 }
 
 /// Products of all rows of `input` with weights.
@@ -341,6 +356,8 @@ pub struct Attend<'a> {
     pub query_norm: Option<View>,
     /// Weights of the key head norm.
     pub key_norm: Option<View>,
+    /// A further score of each query head, whose exponential is added to the sum of weights, if the architecture has one.
+    pub sinks: Option<View>,
     /// Cosine and sine of each pair of each row.
     pub rotary: View,
     /// Projected queries, with their gates when `spec.gated`; overwritten.

@@ -427,6 +427,7 @@ impl Pass<'_, '_> {
             value_bias: vector(Vector::ValueBias),
             query_norm: vector(Vector::QueryNorm),
             key_norm: vector(Vector::KeyNorm),
+            sinks: vector(Vector::Sinks),
             rotary: work
                 .rotary
                 .view(angles + rows.start * spec.rotary..angles + rows.end * spec.rotary),

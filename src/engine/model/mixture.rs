@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{
     backend::{
-        Activate, Backend, Combine, Gather, Multiply, Norm, Operation, Product, Residual, Span,
-        View,
+        Activate, Backend, Combine, Gather, Multiply, Norm, Operation, Product, Residual,
+        RowBiases, Span, View,
     },
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
@@ -77,6 +77,7 @@ pub(super) fn compute(
         shared.extend(gates.iter().map(|gate| sigmoid(*gate)));
     }
     let bias = vector_of(pass, index, Vector::ScoreBias)?.unwrap_or_else(|| vec![0.0; count]);
+    let added = vector_of(pass, index, Vector::RouterBias)?.unwrap_or_else(|| vec![0.0; count]);
     let factors = vector_of(pass, index, Vector::ExpertScale)?;
     let model = &mut pass.model;
     let logits = model
@@ -86,18 +87,26 @@ pub(super) fn compute(
         Beside::Normed(_) => root(width).recip(),
         _ => 1.0,
     };
-    let logits: Vec<f32> = logits.iter().map(|logit| logit * scale).collect();
+    let logits = logits.iter().zip(added.iter().cycle());
+    let logits: Vec<f32> = logits.map(|(logit, add)| logit * scale + add).collect();
     let beside = if spec.beside.width() > 0 { rows } else { 0 };
     let mut choice = Choice::of((&logits, &bias), spec, (beside, &shared));
     if let Some(factors) = factors {
         choice.scale(&factors);
     }
     experts(pass, index, &choice)?;
+    let (weights, fixed) = (&pass.model.weights, &pass.model.layout.fixed);
+    let biases = weights.vector(fixed, index, Vector::ExpertDownBias);
+    let biases = biases.map(|rows| RowBiases {
+        rows,
+        of: choice.experts_of_terms().into(),
+    });
     let workspace = &pass.model.workspace;
     let outputs = rows * (spec.used + usize::from(spec.beside.width() > 0));
     pass.model.backend.queue(Operation::Combine(Combine {
         from: workspace.experts.view(0..outputs * width),
         terms: choice.terms.into(),
+        biases,
         width,
         to: workspace.normed.view(0..rows * width),
     }))?;
@@ -250,6 +259,11 @@ fn expert(
     let [gate, up, down] = &weights[..] else {
         return Err(Failure::NoMatrix);
     };
+    let bias = |vector| {
+        let all = pass.model.layout.fixed.vector(index, vector)?;
+        let first = all.start + chosen.expert * inner;
+        Some(pass.model.weights.fixed().view(first..first + inner))
+    };
     let work = &pass.model.workspace;
     let product = |(weight, matrix): &(View, &Matrix), rows: usize, out: View| Product {
         weight: weight.clone(),
@@ -286,8 +300,8 @@ fn expert(
             activation: pass.model.spec.activation,
             gate: wide.clone(),
             up: second,
-            gate_bias: None,
-            up_bias: None,
+            gate_bias: bias(Vector::ExpertGateBias),
+            up_bias: bias(Vector::ExpertUpBias),
             width: inner,
             prepare: pass.prepare(index, &[Role::ExpertDown], 0),
         }),
@@ -503,6 +517,18 @@ impl Choice {
         Self { experts, terms }
     }
 
+    /// Numbers of the experts whose outputs the terms are.
+    fn experts_of_terms(&self) -> Vec<u32> {
+        let number = |(output, _): &(u32, f32)| {
+            let behind = |one: &Chosen| one.first <= *output as usize;
+            let before = self.experts.partition_point(behind).saturating_sub(1);
+            let expert = self.experts.get(before).map(|one| one.expert);
+            expert.and_then(|expert| u32::try_from(expert).ok())
+        };
+        let numbers = self.terms.iter().map(number);
+        numbers.map(|number| number.unwrap_or(u32::MAX)).collect()
+    }
+
     /// Multiplies the weights by the factor of each expert's output.
     fn scale(&mut self, factors: &[f32]) {
         for one in &self.experts {
@@ -517,12 +543,18 @@ impl Choice {
 
 /// The best experts of a token and their weights, by number; of equals, those with the smaller numbers.
 fn best_of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec) -> Vec<(usize, f32)> {
+    let powers = |logits: &[f32]| -> Vec<f32> {
+        let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        logits
+            .iter()
+            .map(|logit| (logit - greatest).exp())
+            .collect()
+    };
     let scores: Vec<f32> = match spec.scores {
+        Scores::Logits => logits.to_vec(),
         Scores::Sigmoid => logits.iter().map(|logit| sigmoid(*logit)).collect(),
         Scores::Softmax => {
-            let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let powers = logits.iter().map(|logit| (logit - greatest).exp());
-            let powers: Vec<f32> = powers.collect();
+            let powers = powers(logits);
             let all: f32 = powers.iter().sum();
             powers.iter().map(|power| power / all).collect()
         }
@@ -534,6 +566,11 @@ fn best_of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec) -> Vec<(usize, f
     best.sort_by_key(|(expert, _)| *expert);
     for (expert, weight) in &mut best {
         *weight = scores.get(*expert).copied().unwrap_or_default();
+    }
+    if spec.scores == Scores::Logits {
+        let chosen: Vec<f32> = best.iter().map(|(_, logit)| *logit).collect();
+        let weights = best.iter_mut().zip(powers(&chosen));
+        weights.for_each(|((_, weight), power)| *weight = power);
     }
     let sum: f32 = best.iter().map(|(_, weight)| weight).sum();
     let sum = sum.max(WEIGHTS_LEAST);
@@ -609,6 +646,26 @@ mod tests {
         let best = best_of((&[0.0, 9.0, 0.0, 0.0], &NO_BIAS), &spec);
         assert_eq!(best[1].0, 1);
         assert!((best[1].1 - 2.0 / 3.0).abs() < 1e-3, "{best:?}");
+    }
+
+    #[test]
+    fn logits_decide_and_their_probabilities_among_the_chosen_are_the_weights() {
+        let spec = ExpertSpec {
+            scores: Scores::Logits,
+            ..SPEC
+        };
+        let best = best_of((&[90.0, -1.0, 91.0, 2.0], &NO_BIAS), &spec);
+        let first = 1.0 / (1.0 + 1f32.exp());
+        assert_eq!((best[0].0, best[1].0), (0, 2));
+        assert!((best[0].1 - first).abs() < 1e-6, "{best:?}");
+        assert!((best[0].1 + best[1].1 - 1.0).abs() < 1e-6, "{best:?}");
+        for logit in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let best = best_of((&[logit; 4], &NO_BIAS), &spec);
+            assert!(best.len() == 2 && best.iter().all(|(_, weight)| weight.is_nan()));
+        }
+        let logits = [0.0, 1.0, 2.0, -1.0, 3.0, 0.0, 0.0, 3.0];
+        let choice = Choice::of((&logits, &NO_BIAS), &spec, (0, &[]));
+        assert_eq!(choice.experts_of_terms(), [1, 2, 0, 3]);
     }
 
     #[test]

@@ -15,6 +15,8 @@ pub enum Architecture {
     Gemma3,
     /// Gemma 4, its text part: an input of its own for each layer, and layers without keys of their own.
     Gemma4,
+    /// gpt-oss: a mixture of experts with biases, and attention with sinks.
+    GptOss,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
     /// LFM2 and LFM2.5 dense: short convolutions with attention layers at intervals.
@@ -51,11 +53,12 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
         Self::Gemma4,
+        Self::GptOss,
         Self::Granite,
         Self::Lfm2,
         Self::Lfm2Moe,
@@ -82,6 +85,7 @@ impl Architecture {
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
             Self::Gemma4 => "gemma4",
+            Self::GptOss => "gpt-oss",
             Self::Granite => "granite",
             Self::Lfm2 => "lfm2",
             Self::Lfm2Moe => "lfm2moe",
@@ -129,6 +133,7 @@ impl Architecture {
         matches!(
             self,
             Self::Gemma4
+                | Self::GptOss
                 | Self::Lfm2Moe
                 | Self::Llama
                 | Self::Qwen3Moe
@@ -172,7 +177,8 @@ impl Architecture {
             | Self::Qwen3Vl
             | Self::Qwen3VlMoe => (true, false, HeadNorms::Each),
             Self::Olmo2 => (false, true, HeadNorms::Whole),
-            Self::Granite
+            Self::GptOss
+            | Self::Granite
             | Self::Llama
             | Self::Mistral3
             | Self::Phi3
@@ -191,6 +197,8 @@ impl Architecture {
 /// Activation function of a feed-forward gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
+    /// `x · σ(1.702 · x)` of `x` up to 7; its factor is limited to ±7, and one is added (gpt-oss).
+    Clamped,
     /// `x · Φ(x)`, by the hyperbolic tangent.
     Gelu,
     /// `x · σ(x)`.
@@ -443,6 +451,8 @@ impl Beside {
 /// Scores of the experts of a token. The best are used; their weights are the scores divided by their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scores {
+    /// The logits themselves; the weights are probabilities over the experts in use.
+    Logits,
     /// Each by itself: `σ(x)`; a bias is added for the choice.
     Sigmoid,
     /// Probabilities over all.
@@ -576,12 +586,18 @@ pub enum Vector {
     FfnDownBias,
     /// Bias of the feed-forward gate.
     FfnGateBias,
+    /// Bias of each expert's output.
+    ExpertDownBias,
+    /// Bias of each expert's gate.
+    ExpertGateBias,
     /// Norm before the experts, if they have one of their own.
     ExpertNorm,
     /// Norm of the experts' output, if they have one of their own.
     ExpertPostNorm,
     /// Factor of each expert's output.
     ExpertScale,
+    /// Bias of each expert's up projection.
+    ExpertUpBias,
     /// Norm of the output of the part beside experts.
     FfnBesideNorm,
     /// Norm before the feed-forward part, if the family has one.
@@ -614,10 +630,14 @@ pub enum Vector {
     QueryBias,
     /// Norm of each query head, or of all as one.
     QueryNorm,
+    /// Bias of the router's logits.
+    RouterBias,
     /// Factors of the router's normalised input.
     RouterScale,
     /// Added to the scores of experts for the choice.
     ScoreBias,
+    /// A further score of each query head, which takes weight from those of tokens.
+    Sinks,
     /// Norm of each recurrent output head.
     StateNorm,
     /// Bias of the projected values.

@@ -142,6 +142,7 @@ impl Keys<'_> {
         };
         let scores = match (self.optional("expert_gating_func", 255)?, architecture) {
             (Some(2), Architecture::Lfm2Moe) => Scores::Sigmoid,
+            (Some(3) | None, Architecture::GptOss) => Scores::Logits,
             (Some(1), _) | (None, _) => Scores::Softmax,
             (Some(other), _) => {
                 return Err(self.wrong(
@@ -222,6 +223,7 @@ impl Keys<'_> {
             Architecture::Gemma2
             | Architecture::Gemma3
             | Architecture::Gemma4
+            | Architecture::GptOss
             | Architecture::Olmo2 => self
                 .optional("attention.sliding_window", u32::MAX as usize)?
                 .or((architecture == Architecture::Gemma2).then_some(GEMMA2_WINDOW))
@@ -229,6 +231,13 @@ impl Keys<'_> {
                 .map(|window| {
                     let rotation = match architecture {
                         Architecture::Gemma2 => rotation,
+                        Architecture::GptOss => Rotation {
+                            base: self
+                                .header
+                                .f32(&self.full("rope.freq_base_swa"))
+                                .unwrap_or(rotation.base),
+                            ..rotation
+                        },
                         // As in llama.cpp: without the scaling of the other layers, and with their base.
                         Architecture::Olmo2 => Rotation::plain(rotation.base),
                         _ => Rotation::plain(
@@ -512,7 +521,7 @@ impl Keys<'_> {
         }
         let pattern = self.header.u32(&key).map_or_else(
             || match architecture {
-                Architecture::Gemma2 => GEMMA2_PATTERN,
+                Architecture::Gemma2 | Architecture::GptOss => SECOND_PATTERN,
                 Architecture::Olmo2 => OLMO3_PATTERN,
                 _ => LOCAL_PATTERN,
             },
@@ -528,8 +537,8 @@ const LOCAL_BASE: f32 = 10_000.0;
 const SCORE_CAP: f32 = 50.0;
 /// llama.cpp's default for the window of Gemma 2.
 const GEMMA2_WINDOW: usize = 4096;
-/// llama.cpp's default for Gemma 2: every second layer sees everything.
-const GEMMA2_PATTERN: usize = 2;
+/// llama.cpp's default for Gemma 2 and gpt-oss: every second layer sees everything.
+const SECOND_PATTERN: usize = 2;
 /// llama.cpp's default for Gemma 3: every sixth layer sees everything.
 const LOCAL_PATTERN: usize = 6;
 /// llama.cpp's default for OLMo 3: every fourth layer sees everything.

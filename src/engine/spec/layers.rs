@@ -99,6 +99,9 @@ impl LayerBuilder<'_> {
                 vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?);
             }
         }
+        if architecture == Architecture::GptOss {
+            vectors.push(self.vector(Vector::Sinks, "attn_sinks.weight", &[spec.heads])?);
+        }
         if norms.after {
             vectors.push(self.vector(
                 Vector::MixerPostNorm,
@@ -206,7 +209,9 @@ impl LayerBuilder<'_> {
         vectors: &mut Vec<(Vector, TensorInfo)>,
     ) -> Result<(), LoadErrorKind> {
         let norm = match architecture {
-            Architecture::Qwen35 | Architecture::Qwen35Moe => "post_attention_norm.weight",
+            Architecture::GptOss | Architecture::Qwen35 | Architecture::Qwen35Moe => {
+                "post_attention_norm.weight"
+            }
             _ => "ffn_norm.weight",
         };
         if architecture.norms().before {
@@ -290,6 +295,18 @@ impl LayerBuilder<'_> {
             vectors.push(self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?);
         }
         matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
+        if spec.scores == Scores::Logits {
+            let bias = "ffn_gate_inp.bias";
+            vectors.push(self.vector(Vector::RouterBias, bias, &[spec.count])?);
+            for (bias, name, elements) in [
+                (Vector::ExpertGateBias, "gate", inner),
+                (Vector::ExpertUpBias, "up", inner),
+                (Vector::ExpertDownBias, "down", width),
+            ] {
+                let name = format!("ffn_{name}_exps.bias");
+                vectors.push(self.vector(bias, &name, &[elements, spec.count])?);
+            }
+        }
         let kind = match spec.beside {
             Beside::Nothing => None,
             Beside::Gated(_) => {

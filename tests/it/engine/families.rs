@@ -350,7 +350,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
         ),
         (
-            "gpt-oss",
+            "cohere2",
             "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
         ),
     ] {
@@ -363,7 +363,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );

@@ -93,6 +93,10 @@ fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_oth
         (gemma4(GgmlDType::F32, 0, 10), "f32-plain"),
         (gemma4(GgmlDType::F32, 8, 8), "f32-mixture"),
         (gemma4(GgmlDType::Q8_0, 8, 8), "q8-mixture"),
+        (
+            Synthetic::tiny(Architecture::GptOss, TypeMix::MXFP4Moe, 8),
+            "mxfp4-moe",
+        ),
     ];
     for (model, mix) in tiny.chain(others) {
         let name = model.architecture.name();

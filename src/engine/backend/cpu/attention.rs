@@ -55,6 +55,7 @@ pub(crate) fn attend<'op>(
     let query_bias = access.read_some(job.query_bias.as_ref())?;
     let key_bias = access.read_some(job.key_bias.as_ref())?;
     let value_bias = access.read_some(job.value_bias.as_ref())?;
+    let sinks = access.read_some(job.sinks.as_ref())?;
     let window = job.window.unwrap_or(usize::MAX);
     let gap = job.gap.as_ref();
     let cells_kind = &job.cells;
@@ -255,8 +256,9 @@ pub(crate) fn attend<'op>(
                 );
             }
         }
-        for walk in walks {
-            walk.finish(isa);
+        for (index, walk) in walks.into_iter().enumerate() {
+            let sink = sinks.and_then(|sinks| sinks.get(first_head + index % count));
+            walk.finish(isa, sink.copied());
         }
     });
     let made = made.get(..rows * heads * dim).unwrap_or_default();

@@ -17,8 +17,13 @@ use super::{
 use cotenant_policy::kv_type::KvType;
 
 impl Walk<'_> {
-    pub(crate) fn finish(self, isa: Isa) {
-        scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
+    /// Normalises the sum; a `sink` is a score without a value, which takes weight from the others.
+    pub(crate) fn finish(self, isa: Isa, sink: Option<f32>) {
+        let scale = match sink {
+            None => 1.0 / self.weight,
+            Some(sink) => scale_beside(isa, self.max, self.weight, sink),
+        };
+        scale_and_gate(isa, self.sum, scale, self.gate);
     }
 
     /// Number of tokens from `start` to `start + count` that matter, counted from the first.
@@ -322,6 +327,13 @@ kernel! {
         *weight = weight.mul_add(shrink, totals[0]);
     }
 
+    /// Factor of the sum of a head whose scores are at most `max`, with a further score that has no value.
+    pub(crate) fn scale_beside(max: f32, weight: f32, sink: f32) -> f32 {
+        let greatest = if sink > max { sink } else { max };
+        let shrink = exp(max - greatest);
+        shrink / weight.mul_add(shrink, exp(sink - greatest))
+    }
+
     /// The last step of one head: normalises weights to a sum of one, and applies the output gate if present.
     pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
         for value in sum.iter_mut() {
@@ -387,7 +399,7 @@ mod tests {
             step(&mut scratch, isa, cells, (0.5, cap), tokens, &mut walks);
         }
         for walk in walks {
-            walk.finish(isa);
+            walk.finish(isa, None);
         }
         outs
     }

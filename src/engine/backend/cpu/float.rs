@@ -137,6 +137,10 @@ pub(crate) fn all_finite(values: &[f32]) -> bool {
         .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
 }
 
+/// Limit of the gate and its factor, and slope of the gate's logistic function (gpt-oss).
+const CLAMP: f32 = 7.0;
+const CLAMPED_SLOPE: f32 = 1.702;
+
 kernel! {
     /// Normalises rows of `weight.len()` elements.
     pub(crate) fn rms_rows(input: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
@@ -169,6 +173,13 @@ kernel! {
         }
     }
 
+    /// `y += (x + bias) · by`.
+    pub(crate) fn add_biased(y: &mut [f32], x: &[f32], bias: &[f32], by: f32) {
+        for ((y, x), bias) in y.iter_mut().zip(x).zip(bias) {
+            *y = (x + bias).mul_add(by, *y);
+        }
+    }
+
     /// `y += x`.
     pub(crate) fn add(y: &mut [f32], x: &[f32]) {
         for (y, x) in y.iter_mut().zip(x) {
@@ -186,6 +197,15 @@ kernel! {
         let scale = rms_scale(row, epsilon);
         for x in row {
             *x *= scale;
+        }
+    }
+
+    /// `gate = gate · σ(1.702 · gate) · (up + 1)`, with the gate limited to 7 and `up` to ±7 first.
+    pub(crate) fn clamped_mul(gate: &mut [f32], up: &[f32]) {
+        for (g, u) in gate.iter_mut().zip(up) {
+            // Not `min`, which would turn a number that is none into one.
+            let limited = if *g > CLAMP { CLAMP } else { *g };
+            *g = limited * sigmoid(CLAMPED_SLOPE * limited) * (u.clamp(-CLAMP, CLAMP) + 1.0);
         }
     }
 
@@ -270,6 +290,32 @@ mod tests {
         for &isa in Isa::available() {
             let mut out = gate.clone();
             gelu_mul(isa, &mut out, &up);
+            assert_eq!(out, reference, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn a_limited_gate_is_that_of_gpt_oss_and_the_same_everywhere() {
+        for (gate, up, right) in [
+            (1.0f32, 2.0f32, 3.0 / (1.0 + (-1.702f64).exp())),
+            (9.0, 9.0, 56.0 / (1.0 + (-1.702f64 * 7.0).exp())),
+            (-9.0, -9.0, 54.0 / (1.0 + (1.702f64 * 9.0).exp())),
+        ] {
+            let mut out = [gate];
+            clamped_mul(Isa::Baseline, &mut out, &[up]);
+            let off = (f64::from(out[0]) - right).abs();
+            assert!(off < 1e-5, "{gate} {up}: {out:?} {right}");
+        }
+        let mut broken = [f32::NAN, 1.0];
+        clamped_mul(Isa::Baseline, &mut broken, &[1.0, f32::NAN]);
+        assert!(broken.iter().all(|x| x.is_nan()), "{broken:?}");
+        let (gate, up) = (numbers(1000, 10), numbers(1000, 11));
+        let [gate, up] = [gate, up].map(|list| list.iter().map(|x| x * 20.0).collect::<Vec<_>>());
+        let mut reference = gate.clone();
+        clamped_mul(Isa::Baseline, &mut reference, &up);
+        for &isa in Isa::available() {
+            let mut out = gate.clone();
+            clamped_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");
         }
     }

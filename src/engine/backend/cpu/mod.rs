@@ -340,13 +340,35 @@ fn combine<'op>(
     if job.terms.iter().any(|(row, _)| *row as usize >= held) {
         return Err(no_row());
     }
+    let biases = match &job.biases {
+        Some(biases) => {
+            let rows = access.read(&biases.rows)?;
+            let of = biases.of.as_ref();
+            if of.len() < job.terms.len()
+                || of
+                    .iter()
+                    .any(|row| (*row as usize + 1) * width > rows.len())
+            {
+                return Err(no_row());
+            }
+            Some((rows, of))
+        }
+        None => None,
+    };
     let to = Share::new(to);
     pool.run(rows, &|row| {
         // SAFETY: each row is one item.
         let to = unsafe { to.slice(row * width, width) };
         to.fill(0.0);
-        for (term, factor) in &job.terms[row * each..][..each] {
-            float::add_scaled(isa, to, &from[*term as usize * width..][..width], *factor);
+        for (number, (term, factor)) in (row * each..).zip(&job.terms[row * each..][..each]) {
+            let from = &from[*term as usize * width..][..width];
+            match biases {
+                None => float::add_scaled(isa, to, from, *factor),
+                Some((rows, of)) => {
+                    let bias = &rows[of[number] as usize * width..][..width];
+                    float::add_biased(isa, to, from, bias, *factor);
+                }
+            }
         }
     });
     Ok(())
@@ -429,6 +451,7 @@ fn activate<'op>(
     }
     let copying = Copying::new(isa, &job.prepare, (len / width, width), access)?;
     let kernel = match job.activation {
+        Activation::Clamped => float::clamped_mul,
         Activation::Gelu => float::gelu_mul,
         Activation::Silu => float::silu_mul,
     };

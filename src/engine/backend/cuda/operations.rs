@@ -937,6 +937,8 @@ const fn number_of(activation: Activation) -> u32 {
     match activation {
         Activation::Silu => 1,
         Activation::Gelu => 2,
+        // Of mixtures only, which are refused.
+        Activation::Clamped => 3,
     }
 }
 

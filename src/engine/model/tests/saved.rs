@@ -68,12 +68,13 @@ fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
     reused
 }
 
-const ALL_KINDS: [Architecture; 5] = [
+const ALL_KINDS: [Architecture; 6] = [
     Architecture::Qwen3,
     Architecture::Qwen35,
     Architecture::Gemma2,
     Architecture::Gemma3,
     Architecture::Gemma4,
+    Architecture::GptOss,
 ];
 
 #[test]

@@ -333,6 +333,7 @@ fn another_kv_type_waits_for_the_end_of_a_pass_with_copies_and_leaves_answers_to
         Architecture::Lfm2,
         Architecture::Gemma3,
         Architecture::Gemma4,
+        Architecture::GptOss,
     ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
@@ -415,6 +416,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Gemma2, GgmlDType::Q8_0, 7),
         (Architecture::Gemma3, GgmlDType::Q8_0, 7),
         (Architecture::Gemma4, GgmlDType::Q8_0, 7),
+        (Architecture::GptOss, GgmlDType::MXFP4, 3),
         (Architecture::StableLm, GgmlDType::Q8_0, 2),
     ] {
         let folder = tempfile::tempdir().unwrap();

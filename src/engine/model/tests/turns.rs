@@ -297,6 +297,7 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
         (Architecture::Gemma2, GgmlDType::Q8_0),
         (Architecture::Gemma3, GgmlDType::Q8_0),
         (Architecture::Gemma4, GgmlDType::Q8_0),
+        (Architecture::GptOss, GgmlDType::MXFP4),
         (Architecture::StableLm, GgmlDType::Q8_0),
     ] {
         let folder = tempfile::tempdir().unwrap();
