@@ -14,9 +14,15 @@
 use serde_json::Value;
 
 mod calls;
+mod channels;
 mod literal;
+mod tags;
 
-use self::calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS};
+use self::{
+    calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS},
+    channels::{Channels, Kind, Piece},
+    tags::{held_back, is_begun},
+};
 use super::{tokenizer::Tokenizer, tool_format::ToolFormat};
 use cotenant_conversation::{AnswerPart, Prompt};
 
@@ -32,6 +38,11 @@ pub struct AnswerStyle {
 /// Position of the model's thoughts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Thoughts {
+    /// The answer consists of messages in channels, one of which is that of thoughts.
+    Channels {
+        /// Whether the prompt has begun the text for the user.
+        in_text: bool,
+    },
     /// No known thought tags: everything is text.
     #[default]
     None,
@@ -83,6 +94,7 @@ impl ThoughtTags {
 pub struct AnswerReader {
     style: AnswerStyle,
     functions: Functions,
+    channels: Option<Channels>,
     state: State,
     /// Received text that is not classified yet.
     held: String,
@@ -126,6 +138,7 @@ impl AnswerReader {
         Self {
             style: AnswerStyle::default(),
             functions,
+            channels: None,
             state: State::Beginning,
             held: String::new(),
             any_text: false,
@@ -138,7 +151,11 @@ impl AnswerReader {
         self.style = style;
         self.state = match style.thoughts {
             Thoughts::Open(tags) => State::Thinking(tags),
-            Thoughts::None | Thoughts::Perhaps(_) => State::Beginning,
+            Thoughts::Channels { .. } | Thoughts::None | Thoughts::Perhaps(_) => State::Beginning,
+        };
+        self.channels = match style.thoughts {
+            Thoughts::Channels { in_text } => Some(Channels::new(in_text)),
+            Thoughts::None | Thoughts::Open(_) | Thoughts::Perhaps(_) => None,
         };
     }
 
@@ -151,14 +168,41 @@ impl AnswerReader {
             }
             return parts;
         }
+        if let Some(channels) = &mut self.channels {
+            let pieces = channels.push(piece);
+            self.of_channels(pieces, false, &mut parts);
+            return parts;
+        }
         self.held.push_str(piece);
         while self.step(false, &mut parts) {}
         parts
     }
 
+    /// Returns pieces of messages in channels; `cut` if the last one did not end.
+    fn of_channels(&mut self, pieces: Vec<Piece>, cut: bool, parts: &mut Vec<AnswerPart>) {
+        for piece in pieces {
+            match piece {
+                Piece::Begin => {
+                    self.any_text = false;
+                    self.space.clear();
+                }
+                Piece::Said(Kind::Thought, text) => self.thought(&text, parts),
+                Piece::Said(Kind::Call(name), text) if self.style.tools.is_some() => {
+                    self.calls(vec![calls::of_object(&name, &text, cut)], parts);
+                }
+                Piece::Said(Kind::Text | Kind::Call(_), text) => self.text(&text, parts),
+            }
+        }
+    }
+
     /// Remaining parts at the end of the answer; `cut` if the model did not finish.
     pub fn finish(&mut self, cut: bool) -> Vec<AnswerPart> {
         let mut parts = Vec::new();
+        if let Some(channels) = &mut self.channels {
+            let pieces = channels.finish(cut);
+            self.of_channels(pieces, cut, &mut parts);
+            return parts;
+        }
         match self.state {
             // The beginning of a truncated tag is not text either.
             State::Text if cut && is_tag_begun(&self.held) => return parts,
@@ -196,7 +240,7 @@ impl AnswerReader {
                 let begun = self.held.trim_start();
                 let tags = match self.style.thoughts {
                     Thoughts::Perhaps(tags) => Some(tags),
-                    Thoughts::None | Thoughts::Open(_) => None,
+                    Thoughts::Channels { .. } | Thoughts::None | Thoughts::Open(_) => None,
                 };
                 if begun.is_empty() || tags.is_some_and(|tags| is_begun(begun, tags.begin)) {
                     return false;
@@ -488,23 +532,6 @@ fn fenced(opener: Opener, held: &str) -> Fenced<'_> {
         }
         _ => Fenced::Nothing,
     }
-}
-
-/// Whether `text` is a proper prefix of `tag`.
-fn is_begun(text: &str, tag: &str) -> bool {
-    text.len() < tag.len() && tag.starts_with(text)
-}
-
-/// Offset of a prefix of one of `tags` at the end of `text`.
-fn held_back(text: &str, tags: &[&str]) -> usize {
-    let begun = |at: &usize| {
-        tags.iter()
-            .any(|tag| is_begun(text.get(*at..).unwrap_or_default(), tag))
-    };
-    text.char_indices()
-        .map(|(at, _)| at)
-        .find(begun)
-        .unwrap_or(text.len())
 }
 
 /// Whether held text is the beginning of a tag rather than of a line or anything else that occurs in prose.

@@ -25,7 +25,8 @@ use super::{
     gguf::Header,
     tokenizer::Tokenizer,
     tool_format::{
-        ToolFormat, answers_in_words, calls_in_python, in_words, system_in_words, with_results,
+        FINAL, ToolFormat, answers_in_words, calls_in_python, described, in_messages, in_words,
+        system_in_words, with_results,
     },
 };
 pub use cotenant_conversation::{ChatMessage, Conversation, Role, ToolCall};
@@ -198,7 +199,16 @@ impl ChatTemplate {
             if self.joins_results() {
                 *shown = with_results(std::mem::take(shown));
             }
+            if self.format == ToolFormat::Channels {
+                *shown = in_messages(std::mem::take(shown));
+            }
         }
+        let tools_reported = tools_reported.map(|mut tools| {
+            if let (ToolFormat::Channels, Value::Array(tools)) = (self.format, &mut tools) {
+                described(tools);
+            }
+            tools
+        });
         let mut context = match variables {
             Some(Value::Object(variables)) => variables,
             _ => Map::new(),
@@ -221,6 +231,9 @@ impl ChatTemplate {
             text.push_str(TURN_START);
         }
         let thoughts = match ThoughtTags::of(&self.source) {
+            _ if self.format == ToolFormat::Channels => Thoughts::Channels {
+                in_text: !begun.is_empty(),
+            },
             None => Thoughts::None,
             Some(tags) if text.trim_end().ends_with(tags.begin.trim_end()) => Thoughts::Open(tags),
             Some(tags) => Thoughts::Perhaps(tags),
@@ -236,16 +249,20 @@ impl ChatTemplate {
             // It is not a thought of the model.
             text.push_str(&format!("\n{}\n\n", tags.end));
         }
+        let thoughts = match thoughts {
+            Thoughts::Channels { .. } => {
+                text.push_str(FINAL);
+                thoughts
+            }
+            _ => Thoughts::None,
+        };
         if let Some(Value::String(begun)) = said.next() {
             text.push_str(&begun);
         }
         Ok(Rendered {
             text,
             mark,
-            style: AnswerStyle {
-                thoughts: Thoughts::None,
-                tools,
-            },
+            style: AnswerStyle { thoughts, tools },
         })
     }
 

@@ -20,6 +20,17 @@ pub(super) struct TestVocabulary {
     pub(super) more: Vec<(&'static str, Value)>,
 }
 
+/// The control tokens of gpt-oss.
+pub(super) const CHANNEL_TOKENS: [&str; 7] = [
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+];
+
 impl TestVocabulary {
     /// All bytes, some merges, ChatML and `<think>`.
     pub(super) fn chatml() -> Self {

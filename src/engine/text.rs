@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use super::{
     answer::{AnswerStyle, Thoughts},
     chat::{ChatError, ChatTemplate, KEY_TEMPLATE},
-    constraint::{self, Client, ConstraintError},
+    constraint::{self, After, Client, ConstraintError},
     error::LoadErrorKind,
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
@@ -141,8 +141,11 @@ impl TextSide {
             Some(form) => {
                 let tools = request.prompt.tools();
                 let after = match style.thoughts {
-                    Thoughts::Open(tags) => Some(tags.end),
-                    Thoughts::None | Thoughts::Perhaps(_) => None,
+                    Thoughts::Channels { in_text: false } => After::Channels,
+                    Thoughts::Open(tags) => After::Text(tags.end),
+                    Thoughts::Channels { in_text: true }
+                    | Thoughts::None
+                    | Thoughts::Perhaps(_) => After::Nothing,
                 };
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();

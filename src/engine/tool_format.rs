@@ -8,6 +8,7 @@
 //! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |
 //! | [`ToolFormat::Python`] | `<|tool_call_start|>[name(key=value)]<|tool_call_end|>` (LFM2, LFM2.5) | `List of tools: ` |
 //! | [`ToolFormat::Gemma`] | `<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>` (Gemma 4) | `<\|tool_call>` |
+//! | [`ToolFormat::Channels`] | `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}` (gpt-oss) | `<\|channel\|>` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
 //!
 //! The format determines the syntax of a forced call; answers are parsed in every format (`answer`).
@@ -17,11 +18,15 @@
 
 use serde_json::{Value, json};
 
+mod channels;
 mod gemma;
 mod parts;
 
-pub(super) use self::gemma::with_results;
 use self::parts::{Field, in_sequence, literal, properties, repetitions, schema_alone};
+pub(super) use self::{
+    channels::{CHANNEL, FINAL, described, final_grammar, in_messages, is_last_message},
+    gemma::with_results,
+};
 use super::schema::{ConstraintError, with_layout};
 use cotenant_conversation::{ChatMessage, Conversation, Role};
 
@@ -30,6 +35,8 @@ use cotenant_conversation::{ChatMessage, Conversation, Role};
 pub enum ToolFormat {
     /// A single JSON object.
     Bare,
+    /// A message with a JSON object, after messages in other channels.
+    Channels,
     /// Tags around a name and an object whose texts stand between control tokens.
     Gemma,
     /// A tag before a list of JSON objects.
@@ -50,6 +57,8 @@ impl ToolFormat {
         let knows = template.contains("tools");
         let format = if template.contains("<function=") {
             Self::Parameters
+        } else if template.contains("<|channel|>") {
+            Self::Channels
         } else if template.contains("[TOOL_CALLS]") {
             Self::Mistral
         } else if template.contains("<|tool_call>") {
@@ -253,6 +262,9 @@ pub(super) fn call_grammar(
         let parameters = arguments_of(function.get("parameters"));
         let call = match format {
             ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
+            ToolFormat::Channels => {
+                channels::call(&mut rules, index, name, &with_layout(&parameters)?)
+            }
             ToolFormat::Gemma => gemma::call(&mut rules, index, name, &with_layout(&parameters)?),
             ToolFormat::Python if has_keywords(&parameters) => {
                 call_by_keywords(&mut rules, index, name, &parameters)?
@@ -272,7 +284,11 @@ pub(super) fn call_grammar(
         calls.push(format!("call_{index}"));
         rules.push_str(&format!("call_{index}: {call}\n"));
     }
-    Ok(format!("start: {}\n{rules}", calls.join(" | ")))
+    let start = calls.join(" | ");
+    Ok(match format {
+        ToolFormat::Channels => channels::after_thoughts(&start, &rules),
+        _ => format!("start: {start}\n{rules}"),
+    })
 }
 
 /// Texts around the JSON object of a call's arguments.
@@ -284,7 +300,7 @@ fn around_object(format: ToolFormat, name: &str) -> (String, &'static str) {
         ToolFormat::Listed => (format!("<|tool_call|>[{call}"), "}]"),
         ToolFormat::Tagged => (format!("<tool_call>\n{call}"), "}\n</tool_call>"),
         ToolFormat::Python => (format!("{PYTHON_START}[{call}"), "}]<|tool_call_end|>"),
-        ToolFormat::Bare | ToolFormat::Gemma | ToolFormat::Parameters => {
+        ToolFormat::Bare | ToolFormat::Channels | ToolFormat::Gemma | ToolFormat::Parameters => {
             (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
         }
     }

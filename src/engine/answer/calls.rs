@@ -7,6 +7,7 @@
 //! | `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}` | Mistral |
 //! | `name(key=value)`, `[name(key=value), …]` | Gemma, Llama 3.2, LFM2 |
 //! | `call:name{key:<|"|>text<|"|>}`, `call:name{key:<escape>text<escape>}` | Gemma 4, FunctionGemma |
+//! | `{…}`, its name in the header of its message | gpt-oss |
 //! | `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}` | DeepSeek's distillates |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -569,6 +570,32 @@ impl CallParser<'_> {
         };
         Some(vec![call(name, &arguments?)])
     }
+}
+
+/// The call of a function with these arguments, possibly truncated if `cut`.
+pub(super) fn of_object(name: &str, arguments: &str, cut: bool) -> AnswerPart {
+    let parser = CallParser {
+        functions: &Functions::default(),
+        any_name: true,
+        ended: !cut,
+    };
+    let body = if arguments.trim().is_empty() && !cut {
+        "{}"
+    } else {
+        arguments.trim()
+    };
+    let found = parser.value(body, |value| {
+        value.is_object().then(|| vec![call(name, value)])
+    });
+    let read = match found {
+        Found::Calls(calls, end) if end == body.len() => calls.into_iter().next(),
+        _ => None,
+    };
+    // As the model wrote them, for the client to judge.
+    read.unwrap_or_else(|| AnswerPart::ToolCall {
+        name: name.to_owned(),
+        arguments: body.to_owned(),
+    })
 }
 
 /// Calls of which the last is truncated: it keeps the arguments received so far, and is dropped if its name is

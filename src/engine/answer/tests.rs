@@ -159,6 +159,87 @@ fn thoughts_of_gemma_4_may_follow_text_and_calls() {
 }
 
 #[test]
+fn messages_of_gpt_oss_are_thoughts_text_and_calls_by_their_headers() {
+    let channels = |in_text, tools| AnswerStyle {
+        thoughts: Thoughts::Channels { in_text },
+        tools,
+    };
+    let with_tools = channels(false, Some(ToolFormat::Channels));
+    let hall = || call("set_light", r#"{"room":"hall"}"#);
+    let thought = "<|channel|>analysis<|message|>It is dark.<|end|><|start|>assistant";
+    let message = r#"<|message|>{"room": "hall"}"#;
+    for (style, answer, expected) in [
+        (
+            channels(false, None),
+            format!("{thought}<|channel|>final<|message|>On *it* <b>."),
+            vec![reasoning("It is dark."), text("On *it* <b>.")],
+        ),
+        (
+            with_tools,
+            format!(
+                "{thought}<|channel|>commentary to=functions.set_light <|constrain|>json{message}"
+            ),
+            vec![reasoning("It is dark."), hall()],
+        ),
+        // As the template writes earlier calls.
+        (
+            with_tools,
+            format!("{thought} to=functions.set_light<|channel|>commentary json{message}"),
+            vec![reasoning("It is dark."), hall()],
+        ),
+        (
+            with_tools,
+            format!(
+                "{thought}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary \
+                 to=functions.set_light{message}<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>1+1"
+            ),
+            vec![
+                reasoning("It is dark."),
+                text("I look."),
+                hall(),
+                call("python", "1+1"),
+            ],
+        ),
+        // A small model leaves out the end of its thoughts, or the last bracket.
+        (
+            with_tools,
+            "<|channel|>analysis<|message|>So.<|channel|>commentary to=functions.set_light<|message|>{\"room\": \"hall\"".to_owned(),
+            vec![reasoning("So."), hall()],
+        ),
+        (
+            with_tools,
+            "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>".to_owned(),
+            vec![call("stop", "{}")],
+        ),
+        // Nothing can be called without tools.
+        (
+            channels(false, None),
+            format!("<|channel|>commentary to=functions.set_light{message}"),
+            vec![text(r#"{"room": "hall"}"#)],
+        ),
+        (
+            channels(true, None),
+            "ly so.<|end|><|start|>assistant<|channel|>analysis<|message|>Done".to_owned(),
+            vec![text("ly so."), reasoning("Done")],
+        ),
+        (channels(false, None), "Plain <|".to_owned(), vec![text("Plain <|")]),
+        (channels(false, None), "<|channel|>final".to_owned(), vec![]),
+    ] {
+        assert_eq!(read(style, &[&answer]), expected, "{answer}");
+        let pieces: Vec<String> = answer.chars().map(String::from).collect();
+        let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+        assert_eq!(read(style, &pieces), expected, "{answer}");
+    }
+    let mut reader = AnswerReader::new(&[]);
+    reader.set_style(with_tools);
+    let begun =
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": \"x\", \"b";
+    assert_eq!(reader.push(begun), []);
+    let expected = call("f", "{\"a\": \"x\", \"b");
+    assert_eq!(reader.finish(true), [expected]);
+}
+
+#[test]
 fn thoughts_that_the_prompt_began_are_reported_apart() {
     let style = AnswerStyle {
         thoughts: Thoughts::Open(THINK),
@@ -664,10 +745,11 @@ fn what_is_no_call_stays_text() {
 proptest! {
     #[test]
     fn cutting_changes_nothing(
-        pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|<\\|tool_call>|<tool_call\\|>|<\\|channel>thought\n|<channel\\|>|call:set_light\\{|<\\|\"\\|>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
+        pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|<\\|tool_call>|<tool_call\\|>|<\\|channel\\|>(analysis|final|commentary to=functions.f)|<\\|message\\|>|<\\|end\\|>|<\\|start\\|>assistant|<\\|channel>thought\n|<channel\\|>|call:set_light\\{|<\\|\"\\|>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
         tools in prop::option::of(prop::sample::select(vec![ToolFormat::Bare, ToolFormat::Gemma, ToolFormat::Parameters, ToolFormat::Tagged])),
         thoughts in prop::sample::select(vec![
             Thoughts::None, Thoughts::Open(THINK), Thoughts::Perhaps(THINK), Thoughts::Open(CHANNEL), Thoughts::Perhaps(CHANNEL),
+            Thoughts::Channels { in_text: false }, Thoughts::Channels { in_text: true },
         ]),
     ) {
         let style = AnswerStyle { thoughts, tools };

@@ -105,7 +105,9 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
         };
         let rendered = tests::render(&template, &conversation, &tokenizer);
         let same = match (&rendered, case.text, case.refused) {
-            (Ok(rendered), Some(text), _) => rendered.text.replace(rendered.mark, "") == text,
+            (Ok(rendered), Some(text), _) => {
+                undated(&rendered.text.replace(rendered.mark, "")) == undated(&text)
+            }
             (Err(ChatError::Refused { message }), None, Some(refused)) => *message == refused,
             // If the template refuses the system role or results of tools, their text becomes the user's.
             (Ok(_), None, Some(_)) => conversation
@@ -135,4 +137,12 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
         different.len(),
         different.join("\n")
     );
+}
+
+/// A text without the day that gpt-oss's template writes.
+fn undated(text: &str) -> String {
+    match text.split_once("Current date: ") {
+        Some((before, rest)) => format!("{before}{}", rest.get(10..).unwrap_or_default()),
+        None => text.to_owned(),
+    }
 }

@@ -78,6 +78,7 @@ impl Tokenizer {
             types,
             bos,
             mut ends,
+            in_channels,
         } = Tables::of(header)?;
         let mut vocabulary = tokenizers::models::bpe::Vocab::default();
         let mut pieces = Pieces::default();
@@ -91,11 +92,15 @@ impl Tokenizer {
             if END_TEXTS.contains(&text) {
                 ends.insert(token);
             }
+            if in_channels && text == MESSAGE_END {
+                ends.remove(&token);
+            }
             let kind = usize::try_from(token)
                 .ok()
                 .and_then(|at| types.get(at))
                 .copied();
-            if scheme.shows(text) && !ends.contains(&token) {
+            let is_shown = scheme.shows(text) || in_channels && CHANNEL_TEXTS.contains(&text);
+            if is_shown && !ends.contains(&token) {
                 pieces.push(text.bytes());
                 control.insert(text, token);
                 shown.insert(text, token);
@@ -152,6 +157,7 @@ impl Tokenizer {
             types,
             bos: _,
             ends: _,
+            in_channels: _,
         } = Tables::of(header)?;
         let kinds = types
             .iter()
@@ -310,6 +316,13 @@ impl Tokenizer {
         &self.suppressed
     }
 
+    /// Control tokens around messages in channels, if answers consist of them.
+    pub(super) fn channel_tokens(&self) -> impl Iterator<Item = u32> {
+        CHANNEL_TEXTS
+            .iter()
+            .filter_map(|text| self.shown.find(text))
+    }
+
     /// The bytes of all tokens.
     pub(super) const fn pieces(&self) -> &Pieces {
         &self.pieces
@@ -428,6 +441,8 @@ struct Tables<'header> {
     types: &'header [i32],
     bos: Option<u32>,
     ends: BTreeSet<u32>,
+    /// Whether answers are messages in channels (gpt-oss): recognised as by llama.cpp.
+    in_channels: bool,
 }
 
 impl<'header> Tables<'header> {
@@ -458,6 +473,9 @@ impl<'header> Tables<'header> {
             types,
             bos,
             ends: named_ends.into_iter().flatten().collect(),
+            in_channels: CHANNEL_ENDS
+                .iter()
+                .all(|end| texts.iter().any(|text| text == *end)),
         })
     }
 }
@@ -513,6 +531,19 @@ fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> B
 /// Length of text segments for encoding, for which the library needs about 1 MiB.
 const SEGMENT_BYTES: usize = 8 << 10;
 
+/// End of a message; it ends an answer, unless this has channels.
+const MESSAGE_END: &str = "<|end|>";
+/// Ends of an answer with channels.
+const CHANNEL_ENDS: [&str; 2] = ["<|return|>", "<|call|>"];
+/// Control tokens of the messages in channels, which are part of an answer.
+const CHANNEL_TEXTS: [&str; 5] = [
+    "<|start|>",
+    MESSAGE_END,
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+];
+
 /// Texts that end an answer regardless of the file; files often name only one of several. The part of llama.cpp's list
 /// (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the supported families.
 const END_TEXTS: &[&str] = &[
@@ -521,7 +552,9 @@ const END_TEXTS: &[&str] = &[
     "<|im_end|>",
     "<|end_of_text|>",
     "<|endoftext|>",
-    "<|end|>",
+    MESSAGE_END,
+    "<|return|>",
+    "<|call|>",
     "<end_of_turn>",
     "<eos>",
     "<turn|>",

@@ -461,6 +461,25 @@ fn control_tokens_of_gemma_4_are_shown_but_come_from_templates_only() {
 }
 
 #[test]
+fn messages_of_gpt_oss_do_not_end_its_answer() {
+    use super::super::test_vocabulary::CHANNEL_TOKENS;
+    let vocabulary = |control: &[&'static str]| TestVocabulary {
+        control: control.to_vec(),
+        ..TestVocabulary::chatml()
+    };
+    let both = tokenizer(&vocabulary(&CHANNEL_TOKENS));
+    for text in CHANNEL_TOKENS {
+        let token = both.control(text).unwrap();
+        let ends = ["<|return|>", "<|call|>"].contains(&text);
+        assert_eq!(both.is_end(token), ends, "{text}");
+        assert_eq!(both.decode(&[token]), if ends { "" } else { text });
+        assert!(!both.encode(text).unwrap().contains(&token));
+    }
+    let one = tokenizer(&vocabulary(&["<|end|>", "<|call|>"]));
+    assert!(one.is_end(one.control("<|end|>").unwrap()));
+}
+
+#[test]
 fn a_vocabulary_of_gemma_4_is_recognised_by_either_of_its_names() {
     let tokens = ["<bos>", "<0x61>", "▁", "a", "▁a", "<|\"|>"];
     let kinds = [3, 6, 1, 1, 1, 3];
