@@ -7,6 +7,7 @@ mod behind;
 mod clients;
 mod control_group;
 mod deploy;
+mod dra;
 mod drain;
 mod faults;
 mod fleet;

@@ -15,6 +15,7 @@ fn the_unit_file_is_understood_by_systemd() {
         .args(
             [
                 "cotenant.service",
+                "cotenant-dra.service",
                 "cotenant.socket",
                 "cotenant-http.socket",
                 "cotenant-wyoming.socket",
