@@ -420,16 +420,16 @@ fn request(tenant: &str, class: Class, (min, max): (Bytes, Bytes), uid: u32) -> 
     }
 }
 
-/// A model of 2 GiB in 32 layers.
+/// A model of 2 GiB in 12 layers.
 fn shape() -> ModelShape {
     ModelShape {
         name: "model".to_owned(),
         architecture: "qwen35".to_owned(),
-        layers: vec![LayerShape::new(LayerKind::Attention, 0, Bytes::from_mib(60)); 32],
+        layers: vec![LayerShape::new(LayerKind::Attention, 0, Bytes::from_mib(160)); 12],
         fixed_bytes: Bytes::from_mib(128),
         state_bytes: Bytes::ZERO,
         kv: KvShape {
-            attention_layers: 32,
+            attention_layers: 12,
             kv_heads: 2,
             head_dim: 64,
             element_bytes: 2,
@@ -542,12 +542,12 @@ fn schedules(seed: u64, count: u32, margin: Bytes) -> (u32, u32, Duration) {
 
 #[test]
 fn no_claim_within_the_published_capacity_is_refused_beside_neighbours_within_the_margin() {
-    let (placed, refused, longest) = schedules(7, size(24_000), Bytes::from_mib(128));
+    let (placed, refused, longest) = schedules(7, size(14_000), Bytes::from_mib(128));
     println!("{placed} placed, {refused} refused, longest wait for a lease {longest:?}");
     assert!(placed >= size(10_000), "{placed}");
     assert_eq!(refused, 0);
     assert!(longest < Duration::from_secs(25));
-    let (placed, refused, _) = schedules(8, size(4_000), Bytes::ZERO);
+    let (placed, refused, _) = schedules(8, size(2_000), Bytes::ZERO);
     println!("without a margin: {placed} placed, {refused} refused");
 }
 

@@ -638,7 +638,7 @@ async fn the_api_server_is_believed_only_with_a_certificate_of_its_roots_that_is
     let _group = node.pod(&uid);
     for (certificate, ca, words) in [
         ("now", &other, "invalid peer certificate"),
-        ("expired", &roots, "certificate expired"),
+        ("expired", &roots, "xpired"),
         ("now", &roots, ""),
     ] {
         let chain =
