@@ -321,9 +321,9 @@ mod tests {
                 strengths: &std::array::from_fn(|at| 0.9 - 0.03 * (first + at) as f32),
             };
             let share = Share::new(&mut out);
-            // SAFETY: tokens are processed one after another.
             for (part, rows) in state.chunks_mut(split * dim).zip((0..dim).step_by(split)) {
                 let rows = (rows, part.len() / dim);
+                // SAFETY: tokens are processed one after another.
                 apply(isa, part, rows, &steps, |at| unsafe {
                     share.slice((first + at) * dim + rows.0, rows.1)
                 });
