@@ -26,7 +26,7 @@ use tonic::transport::Channel;
 
 use self::{
     http::Http,
-    play::Scenario,
+    play::{NEIGHBOUR_RATE, Scenario},
     report::{Check, Report, Sizes},
     talk::Talk,
     watch::{Watch, connect},
@@ -36,7 +36,7 @@ use crate::{
     chart::MarkKind,
     output::write_json,
     session::{self, Interrupts},
-    stage::Stage,
+    stage::{Process, Stage},
 };
 use cotenant_rpc::v1::{
     ControlWorkerRequest, EngineState, GetStatusResponse, ResizeWorkerRequest, WorkerCommand,
@@ -457,15 +457,13 @@ async fn play(
 
     // 2. A neighbour takes memory without a lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
-    narrator.say(&format!(
-        "a neighbour takes {} without a lease",
-        scenario.neighbour
-    ));
+    let takes = scenario.neighbour(&watch.status().unwrap_or_default());
+    narrator.say(&format!("a neighbour takes {takes} without a lease"));
     let pss_before = watch::pss(stage.daemon().pid());
-    let mut neighbour = scenario.start_neighbour().map_err(text)?;
+    let mut neighbour = Process::ballast(takes, NEIGHBOUR_RATE).map_err(text)?;
     *locked(&neighbour_pid) = Some(neighbour.pid());
     // First the kernel counts all of its memory; then the engine's response ends.
-    let came = watch::until_pss(neighbour.pid(), scenario.neighbour, PATIENCE).await;
+    let came = watch::until_pss(neighbour.pid(), takes, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
     let pss_after = watch::pss(stage.daemon().pid());
     let squeezed_status = watch.status().unwrap_or_default();

@@ -1,8 +1,9 @@
 //! Script of the demonstration: models, budget, workers and the other program.
 
-use std::{io, net::SocketAddr, path::Path, path::PathBuf};
+use std::{net::SocketAddr, path::Path, path::PathBuf};
 
-use crate::stage::{Process, places};
+use crate::stage::places;
+use cotenant_rpc::v1::GetStatusResponse;
 use cotenant_units::Bytes;
 
 /// Additional MiB of a process of an unoptimised build over a release build, measured.
@@ -15,8 +16,8 @@ pub(super) struct Scenario {
     pub(super) total: Bytes,
     /// Its reserve, for the supervisor itself and this program.
     reserve: Bytes,
-    /// Memory taken by the neighbour without a lease: more than the KV cache can release, so that layers are shed too.
-    pub(super) neighbour: Bytes,
+    /// Least memory taken by the neighbour without a lease.
+    neighbour: Bytes,
     pub(super) model: &'static str,
     pub(super) question: &'static str,
     /// Request that keeps the LLM generating: prompt and token limit.
@@ -105,9 +106,23 @@ impl Scenario {
         }
     }
 
-    /// Starts a neighbour that takes memory without a lease, at 80 MiB per second.
-    pub(super) fn start_neighbour(&self) -> io::Result<Process> {
-        Process::ballast(self.neighbour, NEIGHBOUR_RATE)
+    /// Returns the memory that the neighbour takes: more than the KV cache can release, so that layers are shed too.
+    /// Published servers use more or less by what they have heard and said, so it depends on the present headroom.
+    pub(super) fn neighbour(&self, status: &GetStatusResponse) -> Bytes {
+        let (Some(pressure), Some(engine), true) =
+            (&status.pressure, &status.engine, self.published.is_some())
+        else {
+            return self.neighbour;
+        };
+        let headroom = Bytes::new(pressure.headroom_bytes.unwrap_or_default());
+        let kv = engine
+            .kv_capacity_bytes
+            .saturating_sub(engine.kv_untouched_bytes);
+        headroom
+            .saturating_sub(Bytes::new(pressure.elevated_below_bytes))
+            .saturating_add(Bytes::new(kv))
+            .saturating_add(BEYOND_KV)
+            .max(self.neighbour)
     }
 
     pub(super) fn configuration(&self, folder: &Path, http: SocketAddr) -> String {
@@ -148,5 +163,7 @@ workers:
     }
 }
 
-/// Rate at which the neighbour takes memory, per second.
-const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);
+/// Memory that the neighbour takes beyond what the KV cache can release: some layers of SmolLM2. Our choice.
+const BEYOND_KV: Bytes = Bytes::from_mib(8);
+/// Memory that the neighbour takes in a second.
+pub(super) const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);
