@@ -265,8 +265,9 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let first: Vec<_> = status
         .leases
         .iter()
-        .filter(|lease| lease.held_bytes > 0)
+        .filter(|lease| lease.tenant == "vision" && lease.held_bytes > 0)
         .collect();
+    // The lease of `voice` may still be there: it holds its bytes until they are measured to be back.
     assert_eq!(first.len(), 1, "it has its lease: {status:?}");
     assert!(
         first[0].held_bytes <= 68 * MIB && first[0].used_bytes() < 68 * MIB,
