@@ -296,6 +296,8 @@ async fn the_order_of_starts_is_that_of_the_file() {
         ));
         let daemon = installation.start().await;
         daemon.whole().await;
+        // The journal is complete only after that: it is written behind the decisions.
+        daemon.end().await;
         let journal = std::fs::read_to_string(installation.path("journal.ndjson")).unwrap();
         let mut order = Vec::new();
         for line in journal.lines() {
@@ -313,7 +315,6 @@ async fn the_order_of_starts_is_that_of_the_file() {
             order.push(who);
         }
         assert_eq!(order, expected);
-        daemon.end().await;
     }
 }
 
