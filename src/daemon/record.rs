@@ -19,6 +19,7 @@ use cotenant_units::Timestamp;
 
 pub(super) struct Recorder {
     journal: Journal,
+    control: Arc<ControlHandle>,
     handled: Option<(Timestamp, Event)>,
 }
 
@@ -41,6 +42,7 @@ impl Recorder {
             if let Some(record) = record_of(entry).filter(|record| shown.is_news(record)) {
                 seen.events().push(record);
             }
+            seen.events().note_passed(entry.sequence);
         };
         let mut journal = Journal::open(&settings, control.boot_id(), observer)
             .map_err(|source| RunError::Journal { source })?;
@@ -48,6 +50,7 @@ impl Recorder {
         journal.record(at, time, Content::start(params.clone()));
         Ok(Self {
             journal,
+            control: Arc::clone(control),
             handled: None,
         })
     }
@@ -77,6 +80,8 @@ impl Recorder {
                     .record(at, SystemTime::now(), Content::Action(action.clone()));
             }
         });
+        let events = self.control.events();
+        events.note_recorded(self.journal.last_sequence());
     }
 
     fn record_handled(&mut self) {

@@ -103,6 +103,9 @@ impl OperatorService for Operators {
             .admit("WatchEvents", &request, Permission::Observe)?;
         let slot = self.context.stream_slot(&call)?;
         let message = request.into_inner();
+        if message.no_follow {
+            self.context.supervisor.events().catch_up(CATCH_UP).await;
+        }
         let same_run =
             message.boot_id.is_empty() || message.boot_id == self.context.supervisor.boot_id();
         let reader = Reader {
@@ -377,6 +380,10 @@ impl Reader {
 }
 
 const PAGE: usize = 64;
+
+/// Longest wait for lines that the journal's writer has not passed on yet. Our choice: a stalled card is worth a wait,
+/// and an operator is not kept waiting.
+const CATCH_UP: Duration = Duration::from_secs(2);
 
 /// Longest name of a variant.
 const VARIANT_MAX: usize = 63;

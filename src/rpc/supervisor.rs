@@ -3,8 +3,11 @@
 use std::{
     collections::VecDeque,
     path::PathBuf,
-    sync::{Arc, Mutex},
-    time::SystemTime,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
 };
 
 use tokio::sync::{broadcast, oneshot, watch};
@@ -159,6 +162,9 @@ impl Notice {
 pub struct EventLog {
     kept: Mutex<Kept>,
     last: watch::Sender<u64>,
+    /// Number of the last line that was recorded, and of the last one that the journal's writer has passed on.
+    recorded: AtomicU64,
+    passed: watch::Sender<u64>,
     capacity: usize,
 }
 
@@ -188,8 +194,30 @@ impl EventLog {
         Self {
             kept: Mutex::default(),
             last: watch::Sender::new(0),
+            recorded: AtomicU64::new(0),
+            passed: watch::Sender::new(0),
             capacity: capacity.max(1),
         }
+    }
+
+    /// Notes the number of the last line recorded, which the journal's writer will pass on.
+    pub fn note_recorded(&self, sequence: u64) {
+        self.recorded.fetch_max(sequence, Ordering::Relaxed);
+    }
+
+    /// Notes that a line was passed on; if it is one for readers, it was added before.
+    pub fn note_passed(&self, sequence: u64) {
+        self.passed.send_replace(sequence);
+    }
+
+    /// Waits until all lines recorded so far are passed on, as long as `patience`: while a disk stalls, the journal's
+    /// writer is behind.
+    pub async fn catch_up(&self, patience: Duration) {
+        let recorded = self.recorded.load(Ordering::Relaxed);
+        let mut passed = self.passed.subscribe();
+        let all = passed.wait_for(|passed| *passed >= recorded);
+        // What is there is shown after that.
+        let _in_time = tokio::time::timeout(patience, all).await.is_ok();
     }
 
     /// Adds a line; evicts the oldest ones above the bounds.
@@ -298,6 +326,31 @@ mod tests {
         assert_eq!(log.after(4, 10).missed, 0);
         assert!(log.after(5, 10).records.is_empty());
         assert_eq!(*log.last_sequence().borrow(), 5);
+    }
+
+    #[tokio::test]
+    async fn a_reader_waits_for_lines_that_are_recorded_and_not_passed_on_yet() {
+        let patience = Duration::from_secs(60);
+        let log = Arc::new(EventLog::new(3));
+        // Nothing is recorded.
+        log.catch_up(patience).await;
+        log.note_recorded(2);
+        let theirs = Arc::clone(&log);
+        let reader = tokio::spawn(async move {
+            theirs.catch_up(patience).await;
+            theirs.after(0, 10).records.len()
+        });
+        tokio::task::yield_now().await;
+        log.push(record(1));
+        log.note_passed(1);
+        tokio::task::yield_now().await;
+        assert!(!reader.is_finished());
+        // The second is no line for readers.
+        log.note_passed(2);
+        assert_eq!(reader.await.unwrap(), 1);
+        // A writer that does not go on is not waited for longer than that.
+        log.note_recorded(3);
+        log.catch_up(Duration::from_millis(1)).await;
     }
 
     #[test]

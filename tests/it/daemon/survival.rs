@@ -317,7 +317,7 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
     let installation = Installation::new(&format!(
-        "{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n",
+        "{}workers:\n{}    env: {{COTENANT_ALONE_MS: '5000'}}\n",
         budget(64),
         ballast()
     ));
