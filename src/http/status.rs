@@ -70,18 +70,33 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
 }
 
 /// `GET /health`: 200 when a request would be accepted, otherwise 503; pressure and a slow LLM do not make it fail.
+/// `GET /health?speed=RATIO`: 503 also while the LLM is slower than this part of its full speed (0 to 1), for routers
+/// that look at the status code only.
 /// `GET /health?live`: 200 while the process responds, for supervisors that restart it.
 pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
-    let asked = query.as_deref().unwrap_or_default();
-    if asked
-        .split('&')
-        .any(|part| part.split('=').next() == Some("live"))
-    {
+    let mut asked = query
+        .iter()
+        .flat_map(|query| query.split('&'))
+        .map(|part| part.split_once('=').unwrap_or((part, "")));
+    if asked.clone().any(|(name, _)| name == "live") {
         return Json(json!({"status": "alive"})).into_response();
     }
+    let minimum = asked.find(|(name, _)| *name == "speed");
+    let minimum = match minimum.map(|(_, value)| (value, value.parse::<f64>())) {
+        None => 0.0,
+        Some((_, Ok(ratio))) if (0.0..=1.0).contains(&ratio) => ratio,
+        Some((value, _)) => {
+            let problem = "a part of the full speed from 0 to 1 is required, such as 0.5";
+            return Fault::invalid("speed", value, problem).into_response();
+        }
+    };
     let status = &api.backends().status;
     let snapshot = status.snapshot();
-    let (code, state) = health_of(&snapshot, status.sample_age());
+    let (mut code, mut state) = health_of(&snapshot, status.sample_age());
+    if let Some(ratio) = speed_ratio(&snapshot.engine).filter(|ratio| *ratio < minimum) {
+        code = StatusCode::SERVICE_UNAVAILABLE;
+        state = format!("slow: {ratio} of the full speed, {minimum} required");
+    }
     let mut body = json!({"status": state, "pressure": snapshot.pressure.level});
     if snapshot.engine.state != EngineState::Absent {
         body = merged(body, json!({"llm": llm_json(&snapshot.engine)}));
@@ -100,13 +115,18 @@ fn llm_json(engine: &EngineView) -> Value {
         });
         return merged(llm, failed);
     }
-    let permille = engine
-        .speed_permille()
-        .and_then(|permille| u32::try_from(permille).ok());
-    match permille.filter(|_| engine.state == EngineState::Ready) {
-        Some(permille) => merged(llm, json!({"speed_ratio": f64::from(permille) / 1000.0})),
+    match speed_ratio(engine) {
+        Some(ratio) => merged(llm, json!({"speed_ratio": ratio})),
         None => llm,
     }
+}
+
+/// The predicted speed as a part of the full one while the LLM serves.
+fn speed_ratio(engine: &EngineView) -> Option<f64> {
+    let permille = engine
+        .speed_permille()
+        .filter(|_| engine.state == EngineState::Ready)?;
+    Some(f64::from(u32::try_from(permille).ok()?) / 1000.0)
 }
 
 fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, String) {

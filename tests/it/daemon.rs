@@ -12,6 +12,7 @@ mod drain;
 mod faults;
 mod fleet;
 mod frozen;
+mod gateways;
 mod gpu;
 mod hold;
 mod installation;

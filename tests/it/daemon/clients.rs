@@ -14,7 +14,7 @@ use super::installation::{Daemon, Installation, asr, budget, demo_model, said, t
 use crate::support::speech_is_installed;
 
 /// Far longer than a client runs (10 s on an idle machine), so that only a hung one is abandoned.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(300);
+pub(super) const CLIENT_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Runs a client script to completion on another thread; `None` if the environment with the clients is missing.
 pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output> {

@@ -228,6 +228,44 @@ async fn health_has_the_speed_as_a_part_of_the_full_one() {
 }
 
 #[tokio::test]
+async fn a_router_that_sees_only_the_status_code_asks_for_a_speed() {
+    let open = open().await;
+    {
+        let engine = &mut open.script.snapshot.lock().unwrap().engine;
+        engine.state = EngineState::Ready;
+        (engine.milli_tokens_per_s, engine.full_milli_tokens_per_s) = (Some(3000), Some(8000));
+    }
+    let slow = "slow: 0.375 of the full speed, 0.5 required";
+    for (query, status, says) in [
+        ("speed=0.5", 503, slow),
+        ("x=1&speed=0.5", 503, slow),
+        ("speed=0.375", 200, "ok"),
+        ("speed=0", 200, "ok"),
+        ("speed=0.5&live", 200, "alive"),
+    ] {
+        let answer = get(open.address, &format!("/health?{query}")).await;
+        let seen = answer.json()["status"].clone();
+        assert_eq!((answer.status, &seen), (status, &json!(says)), "{query}");
+    }
+    for value in ["", "half", "-0.1", "1.01", "50%25", "NaN"] {
+        let answer = get(open.address, &format!("/health?speed={value}")).await;
+        let error = answer.json()["error"].clone();
+        assert_eq!((answer.status, &error["param"]), (400, &json!("speed")));
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("from 0 to 1"), "{message}");
+    }
+    // A speed that is not known yet is no reason to stay away.
+    open.script
+        .snapshot
+        .lock()
+        .unwrap()
+        .engine
+        .milli_tokens_per_s = None;
+    let answer = get(open.address, "/health?speed=1").await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+}
+
+#[tokio::test]
 async fn running_names_the_engine_and_the_workers() {
     let open = open().await;
     {
