@@ -177,10 +177,17 @@ fn value_of(
         "PORT" => port.map(str::to_owned),
         "SOCKET" => socket.map(|path| path.to_string_lossy().into_owned()),
         "VARIANT" => variant.map(str::to_owned),
-        "SELF" => env::current_exe()
-            .ok()
-            .map(|path| path.to_string_lossy().into_owned()),
+        "SELF" => own_program(),
         _ => None,
+    }
+}
+
+/// Path of this program; if an upgrade has replaced it meanwhile, of the new one, since the old one has no path.
+pub(crate) fn own_program() -> Option<String> {
+    let path = env::current_exe().ok()?.to_string_lossy().into_owned();
+    match path.strip_suffix(" (deleted)") {
+        Some(replaced) if !Path::new(&path).exists() => Some(replaced.to_owned()),
+        _ => Some(path),
     }
 }
 

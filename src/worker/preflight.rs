@@ -12,6 +12,7 @@ use std::{
 
 use super::{
     autopsy::{find_program, interpreter, library_folders, other_versions, unfit},
+    launch::own_program,
     ports,
 };
 use cotenant_config::{Listen, WorkerConfig};
@@ -309,10 +310,9 @@ fn judge_machine(machine: &MachineFacts) -> Vec<Found> {
 }
 
 fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
-    let own = std::env::current_exe().map(|path| path.to_string_lossy().into_owned());
     let program = worker.argv.first().map_or("", String::as_str);
-    let program = match (program, own) {
-        ("${SELF}", Ok(own)) => own,
+    let program = match (program, own_program()) {
+        ("${SELF}", Some(own)) => own,
         (program, _) => program.to_owned(),
     };
     let found = find_program(&program, &worker.env);

@@ -1,6 +1,6 @@
 //! State that a killed daemon leaves to the next one.
 
-use std::fs;
+use std::{fs, process::Command};
 
 use cotenant::rpc::v1::{
     CreateLeaseRequest, Lease, LeaseClass, LeaseKind, LeaseState, ListLeasesRequest,
@@ -11,7 +11,7 @@ use tonic::Code;
 
 use super::frozen::Frozen;
 use super::installation::{
-    Daemon, Installation, anonymous, ballast, budget, demo_model, pid_of, pids, worker,
+    Daemon, Installation, PROGRAM, anonymous, ballast, budget, demo_model, pid_of, pids, worker,
     workers_ready,
 };
 use crate::support::{PATIENCE, eventually, runs};
@@ -332,4 +332,35 @@ async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
         !workers.iter().any(|pid| runs(*pid))
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_is_started_again_after_the_program_was_replaced() {
+    let mut installation = Installation::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let program = installation.path("program");
+    // By another process: a file that is open for writing in this one cannot be executed.
+    let copy = || {
+        let copied = Command::new("cp")
+            .arg(PROGRAM)
+            .arg(&program)
+            .status()
+            .unwrap();
+        assert!(copied.success());
+    };
+    copy();
+    program
+        .display()
+        .to_string()
+        .clone_into(&mut installation.program);
+    let daemon = installation.start().await;
+    let before = pids(&daemon.until("ready", workers_ready).await);
+    fs::remove_file(&program).unwrap();
+    copy();
+    kill(pid_of(before[0]), Signal::SIGKILL).unwrap();
+    daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && pids(status) != before
+        })
+        .await;
+    daemon.end().await;
 }
