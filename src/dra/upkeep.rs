@@ -1,7 +1,8 @@
 //! Reactions to the supervisor: figures for the pool, targets, growth, and leases that were lost.
 //!
-//! Nothing polls: the state is read after an event of the supervisor's stream, at once after a change of the level or of
-//! a lease, and otherwise once per [`READ_EVERY`].
+//! The state is read after an event of the supervisor's stream, at once after a change of the level or of a lease, and
+//! otherwise once per [`READ_EVERY`]. Free memory also changes with samples, which are no events, such as the first one:
+//! without an event the state is read once per [`READ_IDLE`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -108,15 +109,8 @@ impl Upkeep {
         self.is_away = false;
         self.read(&status).await?;
         let mut read_at = Instant::now();
-        let mut due: Option<Instant> = None;
+        let mut due = read_at + READ_IDLE;
         loop {
-            let soon = |due: Option<Instant>, at: Instant| Some(due.map_or(at, |due| due.min(at)));
-            let wake = async {
-                match due {
-                    Some(due) => sleep_until(due).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 event = events.message() => match event? {
                     Some(event) => {
@@ -125,20 +119,20 @@ impl Upkeep {
                             Reaction::Later => READ_EVERY,
                             Reaction::None => continue,
                         };
-                        due = soon(due, read_at + pause);
+                        due = due.min(read_at + pause);
                     }
                     None => return Ok(()),
                 },
                 state = leases.message() => match state? {
                     Some(state) => {
                         self.answer_targets(Held::of(&state.leases)).await;
-                        due = soon(due, read_at + READ_PAUSE);
+                        due = due.min(read_at + READ_PAUSE);
                     }
                     None => return Ok(()),
                 },
-                () = wake => {
-                    due = None;
+                () = sleep_until(due) => {
                     read_at = Instant::now();
+                    due = read_at + READ_IDLE;
                     let status = self.driver.supervisor.status().await?;
                     self.read(&status).await?;
                 }
@@ -338,6 +332,9 @@ const READ_PAUSE: Duration = Duration::from_millis(100);
 
 /// Pause between two reads otherwise: the supervisor samples the machine once per second.
 const READ_EVERY: Duration = Duration::from_millis(700);
+
+/// Pause between two reads without an event. Our choice: a pool that is too small for that long delays a pod, no more.
+const READ_IDLE: Duration = Duration::from_secs(5);
 
 /// Pause between attempts to reach the supervisor.
 const AGAIN_AFTER: Duration = Duration::from_millis(250);
