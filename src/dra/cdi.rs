@@ -11,7 +11,7 @@ use std::{
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use serde_json::{Value, json};
 
-use super::claim::{Booking, ClaimName, DEVICE};
+use super::claim::{Booking, ClaimName, DEVICE, string};
 use cotenant_units::Bytes;
 
 /// Folder of CDI files of one driver.
@@ -198,7 +198,7 @@ impl CdiFiles {
 /// Reads what [`CdiFiles::content`] has written.
 fn record(content: &Value) -> Option<Prepared> {
     let annotation = |name: &str| content.get("annotations")?.get(name)?.as_str();
-    let uid = content.pointer("/devices/0/name")?.as_str()?;
+    let uid = string(content, "/devices/0/name")?;
     Some(Prepared {
         claim: ClaimName {
             namespace: annotation(NAMESPACE)?.to_owned(),

@@ -178,7 +178,7 @@ impl Booking {
         let mut shares = Vec::new();
         for result in results.iter().filter(ours) {
             let request = text(result, "/request").to_owned();
-            let share = result.pointer("/shareID").and_then(Value::as_str);
+            let share = string(result, "/shareID");
             min = min
                 .checked_add(size_of(result, &request)?)
                 .unwrap_or(Bytes::new(u64::MAX));
@@ -243,11 +243,13 @@ pub fn name_of(class: LeaseClass) -> &'static str {
     known.map_or("unspecified", |(_, name)| name)
 }
 
-fn text<'claim>(value: &'claim Value, pointer: &str) -> &'claim str {
-    value
-        .pointer(pointer)
-        .and_then(Value::as_str)
-        .unwrap_or_default()
+/// Returns the string at a pointer into an object.
+pub(crate) fn string<'object>(object: &'object Value, pointer: &str) -> Option<&'object str> {
+    object.pointer(pointer)?.as_str()
+}
+
+fn text<'claim>(claim: &'claim Value, pointer: &str) -> &'claim str {
+    string(claim, pointer).unwrap_or_default()
 }
 
 /// Returns a list that may be absent.
@@ -280,12 +282,10 @@ fn elsewhere(results: &[Value]) -> String {
 }
 
 fn size_of(result: &Value, request: &str) -> Result<Bytes, ClaimError> {
-    let value = result.pointer("/consumedCapacity/memory");
-    let value = value
-        .and_then(Value::as_str)
-        .ok_or_else(|| ClaimError::NoCapacity {
-            request: request.to_owned(),
-        })?;
+    let value = string(result, "/consumedCapacity/memory");
+    let value = value.ok_or_else(|| ClaimError::NoCapacity {
+        request: request.to_owned(),
+    })?;
     let bytes = quantity::parse(value).filter(|bytes| *bytes > 0);
     bytes.map(Bytes::new).ok_or_else(|| ClaimError::Size {
         request: request.to_owned(),
@@ -400,13 +400,13 @@ const LEASE_PREFIX: &str = "claim-";
 const UID_MAX: usize = 57;
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use k8s_openapi::api::resource::v1::ResourceClaim;
     use proptest::prelude::*;
     use serde_json::json;
 
-    fn own() -> Identity {
+    pub(crate) fn own() -> Identity {
         Identity {
             driver: "memory.cotenant.dev".to_owned(),
             node: "orin-1".to_owned(),

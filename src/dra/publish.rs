@@ -7,6 +7,7 @@ use tokio::time::{Duration, sleep, timeout};
 use tracing::{info, warn};
 
 use super::{
+    claim::string,
     driver::Driver,
     kube::KubeError,
     slice::{self, WallClock},
@@ -59,7 +60,7 @@ pub(crate) async fn watch(driver: Arc<Driver>) {
     loop {
         if let Ok(mut watch) = driver.kube.watch(&path).await {
             while let Ok(Some(change)) = watch.next().await {
-                if change.get("type").and_then(Value::as_str) == Some("DELETED") {
+                if string(&change, "/type") == Some("DELETED") {
                     info!("the slice was deleted; publishing it again");
                     driver.view.changes.send_modify(|count| *count += 1);
                 }
@@ -84,10 +85,7 @@ async fn publish(
             .kube
             .get(&format!("/api/v1/nodes/{}", driver.own.node))
             .await?;
-        *owner = node
-            .pointer("/metadata/uid")
-            .and_then(Value::as_str)
-            .map(str::to_owned);
+        *owner = string(&node, "/metadata/uid").map(str::to_owned);
     }
     let traits = driver.view.traits();
     let slice = slice::slice(&driver.own, owner.as_deref(), offer, &traits, clock);
@@ -103,8 +101,8 @@ async fn delete_others(driver: &Driver) -> Result<(), KubeError> {
     let list = driver.kube.get(&path).await?;
     let items = list.get("items").and_then(Value::as_array);
     for item in items.into_iter().flatten() {
-        let name = item.pointer("/metadata/name").and_then(Value::as_str);
-        if let Some(name) = name.filter(|name| *name != slice::name(own)) {
+        if let Some(name) = string(item, "/metadata/name").filter(|name| *name != slice::name(own))
+        {
             driver.kube.delete(&format!("{SLICES}/{name}")).await?;
         }
     }

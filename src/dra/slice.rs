@@ -156,18 +156,12 @@ const ATTRIBUTE_MAX: usize = 64;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::{Effect, PRESSURE, Taint};
-    use cotenant_rpc::v1::LeaseClass;
+    use crate::{
+        claim::tests::own,
+        pool::{Effect, PRESSURE, Taint},
+    };
     use cotenant_units::Bytes;
     use k8s_openapi::api::resource::v1::ResourceSlice;
-
-    fn own() -> Identity {
-        Identity {
-            driver: "memory.cotenant.dev".to_owned(),
-            node: "orin-1".to_owned(),
-            class: LeaseClass::Interactive,
-        }
-    }
 
     #[test]
     fn a_slice_has_the_fields_and_types_of_kubernetes_and_no_others() {

@@ -130,6 +130,16 @@ impl Node {
         Driver(child.unwrap())
     }
 
+    /// Starts supervisor and driver, registers the driver, and waits until this capacity is published.
+    async fn publishes(&self, mib: u64) -> (Daemon<'_>, Driver, Kubelet) {
+        let daemon = self.installation.start().await;
+        let driver = self.start();
+        let kubelet = self.register().await;
+        let is_there = |api: &ApiServer| api.capacity_mib() == Some(mib);
+        self.until("the pool is published", is_there).await;
+        (daemon, driver, kubelet)
+    }
+
     async fn register(&self) -> Kubelet {
         Kubelet::register(&self.installation.path("kubelet")).await
     }
@@ -183,13 +193,7 @@ async fn a_claim_becomes_a_lease_of_its_pod_that_outlives_driver_and_supervisor(
     let Some(node) = Node::new(&budget(640)).await else {
         return;
     };
-    let daemon = node.installation.start().await;
-    let driver = node.start();
-    let kubelet = node.register().await;
-    node.until("the pool is published", |api| {
-        api.capacity_mib() == Some(640)
-    })
-    .await;
+    let (daemon, driver, kubelet) = node.publishes(640).await;
     let device = node.api.device().unwrap();
     assert_eq!(device["attributes"]["class"]["string"], "interactive");
     let (uid, pod) = (unique("a"), unique("pa"));
@@ -258,13 +262,7 @@ async fn a_claim_that_cannot_be_prepared_is_refused_with_the_reason_and_nothing_
         return;
     };
     node.arguments = vec!["--wait", "0"];
-    let daemon = node.installation.start().await;
-    let _driver = node.start();
-    let kubelet = node.register().await;
-    node.until("the pool is published", |api| {
-        api.capacity_mib() == Some(320)
-    })
-    .await;
+    let (daemon, _driver, kubelet) = node.publishes(320).await;
     let (uid, pod) = (unique("b"), unique("pb"));
     let group = node.pod(&pod);
     let refused = async |claim: serde_json::Value, words: &str| {
@@ -347,13 +345,7 @@ async fn a_claim_gets_up_to_its_maximum_and_returns_it_for_another_claim() {
     let Some(node) = Node::new(&budget(640)).await else {
         return;
     };
-    let daemon = node.installation.start().await;
-    let _driver = node.start();
-    let kubelet = node.register().await;
-    node.until("the pool is published", |api| {
-        api.capacity_mib() == Some(640)
-    })
-    .await;
+    let (daemon, _driver, kubelet) = node.publishes(640).await;
     let (one, two) = (unique("m1"), unique("m2"));
     let pods = [node.pod(&one), node.pod(&two)];
     let most = json!({ "class": "interactive", "max": "512Mi" });
@@ -408,13 +400,7 @@ async fn pressure_taints_the_pool_within_a_second_and_no_pod_is_placed() {
         return;
     };
     node.installation.neighbour = Some(425);
-    let daemon = node.installation.start().await;
-    let _driver = node.start();
-    let kubelet = node.register().await;
-    node.until("the pool is published", |api| {
-        api.capacity_mib() == Some(384)
-    })
-    .await;
+    let (daemon, _driver, kubelet) = node.publishes(384).await;
     assert!(node.api.taints().is_empty());
     let mut health = kubelet.health().await;
     let healthy = health.message().await.unwrap().unwrap();
@@ -471,11 +457,8 @@ async fn a_slice_that_others_delete_is_published_again_also_after_an_absence_of_
     let Some(node) = Node::new(&budget(320)).await else {
         return;
     };
-    let daemon = node.installation.start().await;
-    let driver = node.start();
-    node.register().await;
+    let (daemon, driver, _kubelet) = node.publishes(320).await;
     let is_there = |api: &ApiServer| api.capacity_mib() == Some(320);
-    node.until("the pool is published", is_there).await;
     for _ in 0..3 {
         node.api.wipe();
         node.until("the slice is published again", is_there).await;
@@ -518,13 +501,7 @@ async fn a_lease_is_booked_within_50_ms() {
     let Some(node) = Node::new(&budget(640)).await else {
         return;
     };
-    let daemon = node.installation.start().await;
-    let _driver = node.start();
-    let kubelet = node.register().await;
-    node.until("the pool is published", |api| {
-        api.capacity_mib() == Some(640)
-    })
-    .await;
+    let (daemon, _driver, kubelet) = node.publishes(640).await;
     // Other programs of the machine may disturb a round.
     let mut best = Duration::MAX;
     for round in 0..5 {
