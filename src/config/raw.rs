@@ -85,7 +85,7 @@ raw! {
     RawJournal { path, max_size }
     RawSafeProfile { crashes, within }
     RawLog { filter, format }
-    RawTelemetry { otlp, otlp_ca, vllm_names }
+    RawTelemetry { otlp, otlp_ca, otlp_events, vllm_names }
 }
 
 /// Parses the form of a file. A file without content is an empty mapping.

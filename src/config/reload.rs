@@ -110,7 +110,7 @@ impl Merge {
                 runtime_dir = self.fixed("runtime_dir", &old.runtime_dir, &new.runtime_dir),
                 log = merged!(self, "log.", old.log, new.log, LogConfig { live: filter; fixed: format; }),
                 telemetry = merged!(self, "telemetry.", old.telemetry, new.telemetry, TelemetryConfig {
-                    fixed: otlp, otlp_ca;
+                    fixed: otlp, otlp_ca, otlp_events;
                     live: vllm_names;
                 });
         })

@@ -45,7 +45,7 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// Filter and format of the log.
     pub log: LogConfig,
-    /// Destination of request spans, and names of metrics.
+    /// Destination of request spans and events, and names of metrics.
     pub telemetry: TelemetryConfig,
 }
 
@@ -626,6 +626,8 @@ pub struct TelemetryConfig {
     pub otlp: Otlp,
     /// CA certificates for verifying a collector with TLS, PEM. Default `/etc/ssl/certs/ca-certificates.crt`.
     pub otlp_ca: PathBuf,
+    /// Whether the collector receives events as well. Default false.
+    pub otlp_events: bool,
     /// Whether the LLM's load is also published under vLLM's metric names. Default false.
     pub vllm_names: bool,
 }

@@ -1,4 +1,4 @@
-//! Settings of spans and metrics.
+//! Settings of spans, events and metrics.
 
 use std::path::PathBuf;
 
@@ -14,6 +14,9 @@ pub(super) fn check(checker: &mut Checker, raw: &RawTelemetry) -> TelemetryConfi
         otlp_ca: checker
             .directory("telemetry.otlp_ca", &raw.otlp_ca)
             .unwrap_or_else(|| PathBuf::from("/etc/ssl/certs/ca-certificates.crt")),
+        otlp_events: checker
+            .switch("telemetry.otlp_events", &raw.otlp_events)
+            .unwrap_or(false),
         vllm_names: checker
             .switch("telemetry.vllm_names", &raw.vllm_names)
             .unwrap_or(false),

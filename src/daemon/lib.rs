@@ -19,6 +19,7 @@ mod device;
 mod early;
 mod engine;
 mod error;
+mod event_export;
 mod figures;
 mod folders;
 mod handoff;

@@ -18,6 +18,7 @@ use super::{
     device::{Accounts, Device, Upkeep},
     engine::{CurrentEngine, EngineDriver, start_engine},
     error::RunError,
+    event_export,
     figures::{DENIALS, Figures},
     folders,
     handoff::{Handoff, Inheritance, Place},
@@ -56,10 +57,11 @@ use cotenant_policy::{
     peaks::Peaks,
 };
 use cotenant_probe::{ProbeRoot, Sampler, processes};
-use cotenant_rpc::{llm::Generator, server::BindError};
+use cotenant_rpc::{Supervisor as _, llm::Generator, server::BindError};
 use cotenant_speech::decoder::Decoder;
 use cotenant_telemetry::{
-    self as telemetry, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer,
+    self as telemetry, Collector, EventExporter, LinesDropped, LogFilter, Metrics, OtlpProtocol,
+    Tracer,
 };
 use cotenant_units::causes::in_one_line;
 use cotenant_worker::{
@@ -148,7 +150,7 @@ pub async fn run(
         &DENIALS,
     );
     let (parts, losses) = Parts::new();
-    let tracer = tracer_of(&config.telemetry, &boot_id, &parts);
+    let tracer = tracer_of(&config.telemetry, &control, &parts);
     let on_control = parts.on(&control_runtime);
 
     // Holders: workers, the engine, and those of an earlier run.
@@ -350,8 +352,8 @@ fn clients_of(
     }
 }
 
-/// Returns the tracer, with an exporter if a collector is configured.
-fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
+/// Returns the tracer. If a collector is configured, starts the exporters of spans and of events.
+fn tracer_of(config: &TelemetryConfig, control: &Arc<ControlHandle>, parts: &Parts) -> Tracer {
     let variable = |name: &str| std::env::var(name).ok();
     let otlp = match config.otlp.clone().collector(variable) {
         Ok(Some(otlp)) => otlp,
@@ -379,7 +381,14 @@ fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
     let host = nix::unistd::gethostname()
         .ok()
         .and_then(|name| name.into_string().ok());
-    let resource = telemetry::resource(boot_id, host, variable);
+    let resource = telemetry::resource(control.boot_id(), host, variable);
+    if config.otlp_events {
+        let exporter = EventExporter::new(collector.clone(), resource.clone());
+        parts.spawn_permanent(
+            "the exporter of events",
+            event_export::export(Arc::clone(control), exporter),
+        );
+    }
     let tracer = Tracer::recording();
     parts.spawn_permanent(
         "the exporter of spans",

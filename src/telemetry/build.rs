@@ -9,7 +9,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed={FOLDER}");
     let mut compiler = protox::Compiler::new([FOLDER])?;
     compiler.include_source_info(true).include_imports(true);
-    compiler.open_files(["opentelemetry/trace_service.proto"])?;
+    compiler.open_files([
+        "opentelemetry/trace_service.proto",
+        "opentelemetry/logs_service.proto",
+    ])?;
     tonic_prost_build::configure().compile_fds(compiler.file_descriptor_set())?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Tracing set-up, metrics table, and spans for a collector.
 
 pub mod build_name;
+mod events;
 mod llm;
 mod log;
 mod metrics;
@@ -10,6 +11,7 @@ mod resource;
 mod span;
 mod table;
 
+pub use events::{EventExporter, EventRecord};
 pub use llm::LlmLoad;
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
 pub use metrics::Metrics;

@@ -1,4 +1,4 @@
-//! Exporter of spans by OTLP, over gRPC or HTTP.
+//! Export by OTLP, over gRPC or HTTP, and the exporter of spans.
 //!
 //! A batch is sent once. If the collector is unreachable, slow or refuses, its spans are lost, which is logged once
 //! until spans are accepted again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses HTTP/1.1.
@@ -20,6 +20,7 @@ use tokio::{
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tower::ServiceExt as _;
 
+use self::logs::v1::{ExportLogsServiceRequest, logs_service_client::LogsServiceClient};
 use self::v1::{
     AnyValue, ArrayValue, ExportTraceServiceRequest, ExportTraceServiceResponse,
     InstrumentationScope, KeyValue, Resource, ResourceSpans, ScopeSpans, Status,
@@ -32,19 +33,38 @@ use super::span::{Attribute, EndedSpan, SpanKind, SpanValue, Tracer};
 use cotenant_threads::blocking;
 use cotenant_units::causes::in_one_line;
 
-/// Messages, client and server of the part of OTLP that is used, generated from `proto/opentelemetry`.
-#[expect(
-    unused_qualifications,
-    clippy::allow_attributes,
-    clippy::allow_attributes_without_reason,
-    reason = "generated code"
-)]
-#[allow(clippy::large_enum_variant, reason = "generated code")]
-pub mod v1 {
-    tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
+/// Messages, client and server of the part of OTLP for traces, generated from `proto/opentelemetry`.
+pub mod trace {
+    /// Its version.
+    #[expect(
+        unused_qualifications,
+        clippy::allow_attributes,
+        clippy::allow_attributes_without_reason,
+        reason = "generated code"
+    )]
+    #[allow(clippy::large_enum_variant, reason = "generated code")]
+    pub mod v1 {
+        tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
+    }
 }
 
-/// Destination of spans.
+/// The same for logs.
+pub mod logs {
+    /// Its version.
+    #[expect(
+        unused_qualifications,
+        clippy::allow_attributes,
+        clippy::allow_attributes_without_reason,
+        reason = "generated code"
+    )]
+    pub mod v1 {
+        tonic::include_proto!("opentelemetry.proto.collector.logs.v1");
+    }
+}
+
+pub use trace::v1;
+
+/// Destination of spans and events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
     /// Protocol.
@@ -53,7 +73,7 @@ pub struct Collector {
     pub ca: Option<PathBuf>,
     /// `host:port`.
     pub authority: String,
-    /// Path for HTTP.
+    /// Path of spans for HTTP.
     pub path: String,
 }
 
@@ -66,8 +86,31 @@ pub enum OtlpProtocol {
     Http,
 }
 
+/// What is sent.
+pub(super) enum Export {
+    Spans(ExportTraceServiceRequest),
+    Logs(ExportLogsServiceRequest),
+}
+
+impl Export {
+    fn encoded(&self) -> Vec<u8> {
+        match self {
+            Self::Spans(request) => request.encode_to_vec(),
+            Self::Logs(request) => request.encode_to_vec(),
+        }
+    }
+
+    /// Path for HTTP, from that of spans.
+    fn path(&self, spans: &str) -> String {
+        match (self, spans.strip_suffix("/v1/traces")) {
+            (Self::Logs(_), Some(base)) => format!("{base}/v1/logs"),
+            _ => spans.to_owned(),
+        }
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
-enum ExportError {
+pub(super) enum ExportError {
     #[error("cannot read the CA certificates, `{}`", .path.display())]
     Authorities { path: PathBuf, source: io::Error },
     #[error("cannot connect")]
@@ -82,10 +125,32 @@ enum ExportError {
     Answer(StatusCode),
     #[error("it returned {}: {}", .0.code(), .0.message())]
     Rpc(Box<tonic::Status>),
-    #[error("it rejected {rejected} spans: {message}")]
+    #[error("it rejected {rejected} of them: {message}")]
     Partly { rejected: i64, message: String },
     #[error("no answer within {} s", SEND_MAX.as_secs())]
     Late,
+}
+
+impl ExportError {
+    /// Whether the same batch would be rejected again (OTLP's list of retryable failures).
+    pub(super) fn is_final(&self) -> bool {
+        use tonic::Code;
+        match self {
+            Self::Answer(status) => !matches!(status.as_u16(), 429 | 502 | 503 | 504),
+            Self::Rpc(status) => !matches!(
+                status.code(),
+                Code::Cancelled
+                    | Code::DeadlineExceeded
+                    | Code::ResourceExhausted
+                    | Code::Aborted
+                    | Code::OutOfRange
+                    | Code::Unavailable
+                    | Code::DataLoss
+            ),
+            Self::Partly { .. } => true,
+            _ => false,
+        }
+    }
 }
 
 /// Sends ended spans to `collector`, with these resource attributes. Never returns.
@@ -102,7 +167,7 @@ pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<Str
                 break;
             }
             let request = request_of(&batch.spans, &resource);
-            let sent = timeout(SEND_MAX, sender.send(request))
+            let sent = timeout(SEND_MAX, sender.send(Export::Spans(request)))
                 .await
                 .unwrap_or(Err(ExportError::Late));
             let Err(error) = sent else {
@@ -127,40 +192,37 @@ pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<Str
                     "cannot export spans; they are dropped"
                 );
             }
-            sender.channel = None;
+            sender.disconnect();
             sleep(PAUSE).await;
         }
     }
 }
 
-struct Sender {
-    collector: Collector,
+pub(super) struct Sender {
+    pub(super) collector: Collector,
     /// Reused between batches.
     channel: Option<Channel>,
 }
 
 impl Sender {
-    fn new(collector: Collector) -> Self {
+    pub(super) const fn new(collector: Collector) -> Self {
         Self {
             collector,
             channel: None,
         }
     }
 
-    async fn send(&mut self, request: ExportTraceServiceRequest) -> Result<(), ExportError> {
-        let answer = match (self.collector.protocol, &self.collector.ca) {
-            (OtlpProtocol::Grpc, _) => {
-                let mut client = TraceServiceClient::new(self.channel().await?)
-                    .max_decoding_message_size(ANSWER_MAX);
-                client
-                    .export(request)
-                    .await
-                    .map_err(|status| ExportError::Rpc(Box::new(status)))?
-                    .into_inner()
-            }
-            (OtlpProtocol::Http, None) => self.post(&request).await?,
+    /// Ends the connection.
+    pub(super) fn disconnect(&mut self) {
+        self.channel = None;
+    }
+
+    pub(super) async fn send(&mut self, export: Export) -> Result<(), ExportError> {
+        let (rejected, message) = match (self.collector.protocol, &self.collector.ca) {
+            (OtlpProtocol::Grpc, _) => by_grpc(self.channel().await?, export).await?,
+            (OtlpProtocol::Http, None) => self.post(&export).await?,
             (OtlpProtocol::Http, Some(_)) => {
-                let posted = self.posted(&request, "https")?.map(tonic::body::Body::new);
+                let posted = self.posted(&export, "https")?.map(tonic::body::Body::new);
                 let channel = self.channel().await?;
                 answer_of(
                     channel
@@ -171,13 +233,10 @@ impl Sender {
                 .await?
             }
         };
-        match answer.partial_success {
-            Some(partial) if partial.rejected_spans > 0 => Err(ExportError::Partly {
-                rejected: partial.rejected_spans,
-                message: partial.error_message,
-            }),
-            _ => Ok(()),
+        if rejected > 0 {
+            return Err(ExportError::Partly { rejected, message });
         }
+        Ok(())
     }
 
     async fn channel(&mut self) -> Result<Channel, ExportError> {
@@ -210,38 +269,32 @@ impl Sender {
     }
 
     /// The request over HTTP; HTTP/1.1 omits `scheme`.
-    fn posted(
-        &self,
-        request: &ExportTraceServiceRequest,
-        scheme: &str,
-    ) -> Result<Request<Full<Piece>>, ExportError> {
+    fn posted(&self, export: &Export, scheme: &str) -> Result<Request<Full<Piece>>, ExportError> {
         let Collector {
             authority, path, ..
         } = &self.collector;
+        let path = export.path(path);
         let address = if scheme.is_empty() {
-            path.clone()
+            path
         } else {
             format!("{scheme}://{authority}{path}")
         };
         Request::post(address)
             .header(HOST, authority)
             .header(CONTENT_TYPE, "application/x-protobuf")
-            .body(Full::new(Piece::from(request.encode_to_vec())))
+            .body(Full::new(Piece::from(export.encoded())))
             .map_err(ExportError::Request)
     }
 
     /// Sends a batch on a new connection.
-    async fn post(
-        &self,
-        request: &ExportTraceServiceRequest,
-    ) -> Result<ExportTraceServiceResponse, ExportError> {
+    async fn post(&self, export: &Export) -> Result<Rejected, ExportError> {
         let stream = TcpStream::connect(&self.collector.authority)
             .await
             .map_err(ExportError::Connect)?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .map_err(ExportError::Http)?;
-        let request = self.posted(request, "")?;
+        let request = self.posted(export, "")?;
         let exchange = async {
             let response = sender
                 .send_request(request)
@@ -258,8 +311,31 @@ impl Sender {
     }
 }
 
-/// The collector's response over HTTP. An unreadable body counts as full acceptance.
-async fn answer_of<B>(response: Response<B>) -> Result<ExportTraceServiceResponse, ExportError>
+/// Number of rejected spans or events, and the reason.
+type Rejected = (i64, String);
+
+async fn by_grpc(channel: Channel, export: Export) -> Result<Rejected, ExportError> {
+    let failed = |status| ExportError::Rpc(Box::new(status));
+    let rejected = match export {
+        Export::Spans(request) => {
+            let mut client = TraceServiceClient::new(channel).max_decoding_message_size(ANSWER_MAX);
+            let answer = client.export(request).await.map_err(failed)?;
+            let partial = answer.into_inner().partial_success;
+            partial.map(|partial| (partial.rejected_spans, partial.error_message))
+        }
+        Export::Logs(request) => {
+            let mut client = LogsServiceClient::new(channel).max_decoding_message_size(ANSWER_MAX);
+            let answer = client.export(request).await.map_err(failed)?;
+            let partial = answer.into_inner().partial_success;
+            partial.map(|partial| (partial.rejected_log_records, partial.error_message))
+        }
+    };
+    Ok(rejected.unwrap_or_default())
+}
+
+/// The collector's response over HTTP, which has the same fields for spans and events. An unreadable body counts as full
+/// acceptance.
+async fn answer_of<B>(response: Response<B>) -> Result<Rejected, ExportError>
 where
     B: Body<Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
 {
@@ -272,7 +348,9 @@ where
     let body = body
         .map(http_body_util::Collected::to_bytes)
         .unwrap_or_default();
-    Ok(ExportTraceServiceResponse::decode(body).unwrap_or_default())
+    let answer = ExportTraceServiceResponse::decode(body).unwrap_or_default();
+    let partial = answer.partial_success.unwrap_or_default();
+    Ok((partial.rejected_spans, partial.error_message))
 }
 
 fn request_of(
@@ -280,22 +358,30 @@ fn request_of(
     resource: &BTreeMap<String, String>,
 ) -> ExportTraceServiceRequest {
     let scope_spans = ScopeSpans {
-        scope: Some(InstrumentationScope {
-            name: "cotenant".to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-        }),
+        scope: Some(scope()),
         spans: spans.iter().map(span_of).collect(),
     };
     ExportTraceServiceRequest {
         resource_spans: vec![ResourceSpans {
-            resource: Some(Resource {
-                attributes: resource
-                    .iter()
-                    .map(|(key, text)| pair(key, Value::StringValue(text.clone())))
-                    .collect(),
-            }),
+            resource: Some(resource_of(resource)),
             scope_spans: vec![scope_spans],
         }],
+    }
+}
+
+pub(super) fn scope() -> InstrumentationScope {
+    InstrumentationScope {
+        name: "cotenant".to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}
+
+pub(super) fn resource_of(resource: &BTreeMap<String, String>) -> Resource {
+    Resource {
+        attributes: resource
+            .iter()
+            .map(|(key, text)| pair(key, Value::StringValue(text.clone())))
+            .collect(),
     }
 }
 
@@ -341,7 +427,7 @@ fn span_of(span: &EndedSpan) -> v1::Span {
     }
 }
 
-fn pair(key: &str, value: Value) -> KeyValue {
+pub(super) fn pair(key: &str, value: Value) -> KeyValue {
     KeyValue {
         key: key.to_owned(),
         value: Some(AnyValue { value: Some(value) }),
@@ -363,7 +449,7 @@ impl From<&SpanValue> for Value {
     }
 }
 
-fn nanos(time: Duration) -> u64 {
+pub(super) fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -371,10 +457,10 @@ fn nanos(time: Duration) -> u64 {
 const GATHER: Duration = Duration::from_millis(500);
 
 /// Time limit for a collector (our choice; OTLP's default of 10 s is too long for a batch).
-const SEND_MAX: Duration = Duration::from_secs(5);
+pub(super) const SEND_MAX: Duration = Duration::from_secs(5);
 
 /// Pause after a failure (our choice).
-const PAUSE: Duration = Duration::from_secs(5);
+pub(super) const PAUSE: Duration = Duration::from_secs(5);
 
 /// Longest response read.
 const ANSWER_MAX: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! Spans of requests, as received by a collector.
+//! Spans of requests, and events, as received by a collector.
 
 use std::{
     collections::BTreeMap,
@@ -7,12 +7,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cotenant::telemetry::otlp::logs::v1::{
+    ExportLogsServiceRequest, ExportLogsServiceResponse, LogRecord,
+    log_record::SeverityNumber,
+    logs_service_server::{LogsService, LogsServiceServer},
+};
 use cotenant::telemetry::otlp::v1::{
     ExportTraceServiceRequest, ExportTraceServiceResponse, Span,
     any_value::Value,
     span::SpanKind,
     trace_service_server::{TraceService, TraceServiceServer},
 };
+use nix::sys::signal::{Signal, kill};
 use prost::Message as _;
 use serde_json::json;
 use tokio::{
@@ -30,7 +36,10 @@ use tonic::{
 
 use super::{
     fleet::{Ca, openssl_is_there},
-    installation::{Daemon, Installation, asr, budget, chat_body, demo_model, tts},
+    installation::{
+        Daemon, Installation, asr, ballast, budget, chat_body, demo_model, pid_of, tts, worker,
+        workers_ready,
+    },
 };
 use crate::{
     http::client::{Connection, FORM, form, post, request},
@@ -49,6 +58,28 @@ impl TraceService for Collector {
         self.0.send(request.into_inner()).unwrap();
         Ok(Response::new(ExportTraceServiceResponse::default()))
     }
+}
+
+/// Collector that forwards events.
+struct EventCollector(mpsc::UnboundedSender<ExportLogsServiceRequest>);
+
+#[tonic::async_trait]
+impl LogsService for EventCollector {
+    async fn export(
+        &self,
+        request: Request<ExportLogsServiceRequest>,
+    ) -> Result<Response<ExportLogsServiceResponse>, Status> {
+        self.0.send(request.into_inner()).unwrap();
+        Ok(Response::new(ExportLogsServiceResponse::default()))
+    }
+}
+
+fn events_of(batch: &ExportLogsServiceRequest) -> Vec<LogRecord> {
+    let scopes = batch
+        .resource_logs
+        .iter()
+        .flat_map(|resource| &resource.scope_logs);
+    scopes.flat_map(|scope| scope.log_records.clone()).collect()
 }
 
 fn spans_of(batch: &ExportTraceServiceRequest) -> Vec<Span> {
@@ -410,12 +441,12 @@ async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
 }
 
 /// Reads one HTTP/1.1 request and returns its body.
-async fn posted(stream: &mut TcpStream) -> Vec<u8> {
+async fn posted(stream: &mut TcpStream, path: &str) -> Vec<u8> {
     let mut read = Vec::new();
     loop {
         let text = String::from_utf8_lossy(&read).to_ascii_lowercase();
         if let Some(end) = read.windows(4).position(|window| window == b"\r\n\r\n") {
-            assert!(text.starts_with("post /v1/traces "), "{text}");
+            assert!(text.starts_with(&format!("post {path} ")), "{text}");
             let (_, length) = text.split_once("content-length: ").unwrap();
             let length: usize = length.split("\r\n").next().unwrap().parse().unwrap();
             if read.len() >= end + 4 + length {
@@ -442,7 +473,7 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
         .await
         .expect("no connection")
         .unwrap();
-    posted(&mut hung).await;
+    posted(&mut hung, "/v1/traces").await;
     assert_eq!(
         daemon.metric("cotenant_spans_dropped_total").await,
         Some(0.0)
@@ -458,7 +489,7 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
         .await
         .expect("no connection")
         .unwrap();
-    posted(&mut refusing).await;
+    posted(&mut refusing, "/v1/traces").await;
     refusing
         .write_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
         .await
@@ -470,7 +501,9 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
         .await
         .expect("no connection")
         .unwrap();
-    let batch = ExportTraceServiceRequest::decode(posted(&mut taking).await.as_slice()).unwrap();
+    let batch =
+        ExportTraceServiceRequest::decode(posted(&mut taking, "/v1/traces").await.as_slice())
+            .unwrap();
     taking
         .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         .await
@@ -480,5 +513,95 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
     let log = installation.log();
     assert_eq!(log.matches("cannot export spans").count(), 1, "{log}");
     assert_eq!(log.matches("spans are exported again").count(), 1, "{log}");
+    daemon.end().await;
+}
+
+/// Waits for an event of this name; other batches are ignored.
+async fn event(
+    batches: &mut mpsc::UnboundedReceiver<ExportLogsServiceRequest>,
+    name: &str,
+) -> LogRecord {
+    loop {
+        let batch = timeout(PATIENCE, batches.recv()).await;
+        let batch = batch.expect("no batch").unwrap();
+        let mut events = events_of(&batch).into_iter();
+        if let Some(event) = events.find(|event| event.event_name == name) {
+            return event;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_and_post_mortems_reach_a_collector_without_output_of_workers() {
+    let (sender, mut batches) = mpsc::unbounded_channel();
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let sections = format!(
+        "{}telemetry: {{otlp: \"grpc://{}\", otlp_events: true}}\nworkers:\n{}",
+        budget(64),
+        listener.local_addr().unwrap(),
+        ballast()
+    );
+    let server = Server::builder().add_service(LogsServiceServer::new(EventCollector(sender)));
+    let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    let installation = Installation::new(&sections);
+    let daemon = installation.start().await;
+    let status = daemon.until("ready", workers_ready).await;
+    let start = event(&mut batches, "cotenant.start").await;
+    let boot_id = attributes(&start.attributes)["cotenant.boot_id"].clone();
+    assert_eq!(boot_id, status.boot_id);
+    assert!(start.time_unix_nano > 0);
+
+    let pid = worker(&status, "ballast").pid.unwrap();
+    kill(pid_of(pid), Signal::SIGKILL).unwrap();
+    let death = event(&mut batches, "cotenant.worker_died").await;
+    assert_eq!(death.severity_number(), SeverityNumber::Warn);
+    let Some(Value::StringValue(text)) = death.body.and_then(|body| body.value) else {
+        panic!("it has no text");
+    };
+    assert!(text.contains("ballast"), "{text}");
+    let attributes = attributes(&death.attributes);
+    let postmortem: serde_json::Value =
+        serde_json::from_str(&attributes["cotenant.postmortem"]).unwrap();
+    assert_eq!(
+        (&postmortem["worker"], &postmortem["pid"]),
+        (&json!("ballast"), &json!(pid))
+    );
+    assert!(postmortem["class"].is_string(), "{postmortem}");
+    let certificate = installation.json(&["postmortem", "ballast"]);
+    assert!(certificate.to_string().contains("holding"), "{certificate}");
+    assert!(!postmortem.to_string().contains("holding"), "{postmortem}");
+    daemon.end().await;
+    serving.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_that_a_collector_could_not_take_are_sent_again() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let sections = format!(
+        "{}telemetry: {{otlp: \"http://{}\", otlp_events: true}}\n",
+        budget(64),
+        listener.local_addr().unwrap(),
+    );
+    let installation = Installation::new(&sections);
+    let daemon = installation.start().await;
+    let mut first = Vec::new();
+    for answer in ["503 Service Unavailable", "200 OK"] {
+        let (mut stream, _) = timeout(PATIENCE, listener.accept())
+            .await
+            .expect("no connection")
+            .unwrap();
+        let batch = posted(&mut stream, "/v1/logs").await;
+        let batch = ExportLogsServiceRequest::decode(batch.as_slice()).unwrap();
+        first.push(events_of(&batch).remove(0));
+        let answer = format!("HTTP/1.1 {answer}\r\ncontent-length: 0\r\n\r\n");
+        stream.write_all(answer.as_bytes()).await.unwrap();
+    }
+    assert_eq!(first[0], first[1]);
+    assert_eq!(first[0].event_name, "cotenant.start");
+    let log = installation.log();
+    assert!(
+        log.contains("cannot export events; they are sent later"),
+        "{log}"
+    );
     daemon.end().await;
 }
