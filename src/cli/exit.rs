@@ -66,7 +66,6 @@ pub enum CliError {
         /// The failed action: `read `journal.ndjson``.
         act: String,
         /// The cause.
-        #[source]
         source: Option<Box<dyn Error + Send + Sync>>,
         /// The remedy.
         hint: Option<String>,

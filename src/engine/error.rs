@@ -116,7 +116,6 @@ pub enum LoadErrorKind {
         /// Requested size.
         bytes: Bytes,
         /// Error of the kernel.
-        #[source]
         source: io::Error,
     },
     /// A text meant to choose a vocabulary.
@@ -222,7 +221,6 @@ pub enum LoadErrorKind {
         /// The part.
         path: PathBuf,
         /// Its fault.
-        #[source]
         source: Box<Self>,
     },
     /// The first part of several, with a name from which the names of the others do not follow.
@@ -616,7 +614,6 @@ pub enum ApplyError {
         /// Requested size.
         bytes: Bytes,
         /// Error of the kernel.
-        #[source]
         source: io::Error,
     },
     /// A prefill chunk of no tokens.

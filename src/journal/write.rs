@@ -52,7 +52,6 @@ pub enum JournalError {
         /// Its path.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// Its thread cannot be started.

@@ -163,7 +163,6 @@ impl Endpoint {
 #[error("cannot reach the supervisor at `{endpoint}`")]
 pub struct ConnectError {
     endpoint: Endpoint,
-    #[source]
     source: io::Error,
 }
 

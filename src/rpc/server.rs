@@ -111,7 +111,6 @@ pub enum BindError {
         /// Configured address.
         address: String,
         /// Cause.
-        #[source]
         source: io::Error,
     },
 }

@@ -654,7 +654,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: io::Error,
     },
     /// A step took too long.
@@ -679,7 +678,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: io::Error,
     },
     /// The response is not a Wyoming message.
@@ -688,7 +686,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: FrameError,
     },
     /// The response is a Wyoming message with wrong fields.
@@ -697,7 +694,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: EventError,
     },
     /// The HTTP response is not the expected one.

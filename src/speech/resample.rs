@@ -161,7 +161,6 @@ pub enum ResampleError {
         /// Output samples per second.
         to_hz: u32,
         /// Cause.
-        #[source]
         source: rubato::ResamplerConstructionError,
     },
     /// A block failed.

@@ -43,14 +43,12 @@ pub enum LogError {
         /// Configured value.
         filter: String,
         /// Cause.
-        #[source]
         source: tracing_subscriber::filter::ParseError,
     },
     /// Logging has ended.
     #[error("cannot change the filter of the log")]
     Gone {
         /// Cause.
-        #[source]
         source: reload::Error,
     },
     /// The writer thread cannot be started.

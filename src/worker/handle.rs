@@ -344,7 +344,6 @@ pub enum ResizeError {
         /// The variant.
         variant: String,
         /// Its error.
-        #[source]
         source: ClientError,
     },
 }

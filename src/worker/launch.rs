@@ -225,7 +225,6 @@ pub enum LaunchError {
         /// The path.
         path: PathBuf,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Another process already listens on its port.

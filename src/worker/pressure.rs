@@ -62,7 +62,6 @@ enum End {
 #[error("cannot create `{path}` for a worker to watch")]
 pub struct TapError {
     path: PathBuf,
-    #[source]
     source: io::Error,
 }
 

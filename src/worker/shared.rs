@@ -180,7 +180,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: TapError,
     },
     /// It already runs.
@@ -205,7 +204,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: LaunchError,
     },
     /// It cannot be confined as configured.
@@ -214,7 +212,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: ConfineError,
     },
     /// It cannot be taken over from the previous supervisor.
@@ -225,7 +222,6 @@ pub enum StartError {
         /// Its process id.
         pid: u32,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Its program cannot be executed.
@@ -236,7 +232,6 @@ pub enum StartError {
         /// The program.
         program: String,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Its task has ended with the runtime.

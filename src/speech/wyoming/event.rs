@@ -345,7 +345,6 @@ pub struct Resized {
 #[error("invalid fields of Wyoming event `{kind}`")]
 pub struct EventError {
     kind: String,
-    #[source]
     source: serde_json::Error,
 }
 

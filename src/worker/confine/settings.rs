@@ -80,7 +80,6 @@ pub enum ConfineError {
         /// The failed action.
         what: &'static str,
         /// Its error.
-        #[source]
         source: io::Error,
     },
 }

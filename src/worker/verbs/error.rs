@@ -19,7 +19,6 @@ pub enum VerbError {
         /// The address.
         endpoint: Endpoint,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// A grammar is required, but none is given.
@@ -31,7 +30,6 @@ pub enum VerbError {
         /// The file.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The grammar is too long.
@@ -59,7 +57,6 @@ pub enum VerbError {
         /// Its size.
         bytes: Bytes,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The arguments are invalid.
