@@ -14,7 +14,10 @@ use std::{
     sync::atomic::{AtomicU8, Ordering},
 };
 
-use nix::sys::mman::{self, MapFlags, ProtFlags};
+use nix::{
+    errno::Errno,
+    sys::mman::{self, MapFlags, ProtFlags},
+};
 
 use cotenant_units::{Bytes, page};
 
@@ -155,11 +158,7 @@ impl Mapping {
         let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a part of our own mapping; none of the advices used here changes its contents.
         let result = unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        Ok(Errno::result(result).map(drop)?)
     }
 
     /// Populates all of it; no byte may be in use yet.
@@ -387,9 +386,7 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
                 flags.as_mut_ptr().cast(),
             )
         };
-        if result != 0 {
-            return None;
-        }
+        Errno::result(result).ok()?;
         pages += flags
             .iter()
             .take(count)

@@ -1,10 +1,11 @@
 //! Quantities with units: bytes, tokens, layers, time since the start.
 //!
-//! Apart from the page size, nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a
+//! Apart from the page size and [`pidfd`], nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a
 //! float.
 
 pub mod causes;
 pub mod lock;
+pub mod pidfd;
 
 use std::{
     fmt,

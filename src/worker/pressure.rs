@@ -99,9 +99,9 @@ impl Tap {
         // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in
         // this one, since the worker being started keeps this value until it has ended.
         unsafe {
-            command.pre_exec(move || match libc::fcntl(fd, libc::F_SETFD, 0) {
-                0 => Ok(()),
-                _ => Err(io::Error::last_os_error()),
+            command.pre_exec(move || {
+                Errno::result(libc::fcntl(fd, libc::F_SETFD, 0))?;
+                Ok(())
             });
         }
     }

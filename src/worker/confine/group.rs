@@ -7,11 +7,12 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     process,
     sync::atomic::{AtomicU64, Ordering},
 };
+
+use nix::unistd::write;
 
 use super::settings::Measure;
 use cotenant_probe::{
@@ -133,13 +134,8 @@ impl WorkerGroup {
 
     /// Moves the calling process into it: one system call on an open file.
     pub(super) fn enter(&self) -> io::Result<()> {
-        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 means the caller.
-        let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
-        if written == 1 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        // 0 means the caller.
+        Ok(write(&self.procs, b"0").map(drop)?)
     }
 }
 
