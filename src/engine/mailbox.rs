@@ -6,7 +6,7 @@ use std::{
     collections::VecDeque,
     fmt,
     path::Path,
-    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -29,6 +29,7 @@ use super::{
 };
 use cotenant_conversation::{Prompt, SamplingWish};
 use cotenant_policy::{lease::Class, residency::EnginePlan};
+use cotenant_units::lock::{locked, waited, waited_for};
 use cotenant_units::{Bytes, Tokens};
 
 /// Handle for commands and requests. Cheap to clone; all methods but [`Self::form_place`] return at once.
@@ -422,20 +423,14 @@ impl Shared {
                 return Work::Exit;
             }
             let Some(patience) = patience else {
-                mailbox = self
-                    .wake
-                    .wait(mailbox)
-                    .unwrap_or_else(PoisonError::into_inner);
+                mailbox = waited(&self.wake, mailbox);
                 continue;
             };
-            let (again, waited) = self
-                .wake
-                .wait_timeout(mailbox, patience)
-                .unwrap_or_else(PoisonError::into_inner);
-            if waited.timed_out() {
+            let timed_out;
+            (mailbox, timed_out) = waited_for(&self.wake, mailbox, patience);
+            if timed_out {
                 return Work::Poll;
             }
-            mailbox = again;
         }
     }
 
@@ -552,7 +547,7 @@ impl Shared {
 
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
         // No code that can panic runs under the lock; even if poisoned, its plain lists are consistent.
-        self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.mailbox)
     }
 }
 

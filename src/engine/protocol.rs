@@ -2,7 +2,7 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -21,6 +21,7 @@ use cotenant_policy::{
     speed::Calibration,
 };
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Tokens};
 
 /// Settings of the engine's thread.
@@ -411,12 +412,12 @@ pub struct Expected(Arc<Mutex<Option<ModelShape>>>);
 impl Expected {
     /// Sets the expected model.
     pub fn set(&self, shape: Option<ModelShape>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = shape;
+        *locked(&self.0) = shape;
     }
 
     /// Whether `found` is the expected model, regardless of names.
     pub(super) fn is(&self, found: &ModelShape) -> bool {
-        let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let expected = locked(&self.0);
         expected.as_ref().is_none_or(|expected| {
             let named = ModelShape {
                 name: found.name.clone(),

@@ -2,7 +2,7 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use serde_json::{Map, Value};
@@ -20,6 +20,7 @@ use super::{
 };
 use cotenant_conversation::SamplingWish;
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Tokens};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and the engine thread; immutable.
@@ -256,10 +257,7 @@ impl TextSide {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
             Prompt::Chat(conversation) => {
-                let _one_at_a_time = self
-                    .rendering
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner);
+                let _one_at_a_time = locked(&self.rendering);
                 let rendered = self
                     .template
                     .render(conversation, &self.tokenizer, |context| {

@@ -7,7 +7,7 @@ use std::{
     io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -29,6 +29,7 @@ use super::{
     },
 };
 use cotenant_units::Bytes;
+use cotenant_units::lock::locked;
 
 /// Handler of a server's connections.
 pub trait Service: Send + Sync + 'static {
@@ -499,10 +500,6 @@ impl Drop for Seat {
     fn drop(&mut self) {
         locked(&self.seats).taken.remove(&self.number);
     }
-}
-
-fn locked(seats: &Mutex<Seats>) -> MutexGuard<'_, Seats> {
-    seats.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Refuses a connection for lack of slots, and closes it.

@@ -11,12 +11,13 @@ use std::{
     collections::{BTreeMap, BTreeSet, VecDeque, hash_map::RandomState},
     hash::BuildHasher as _,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use cotenant_units::lock::locked;
 use tokio::sync::Notify;
 
 /// Identity of a span in its trace, in the format of [W3C Trace Context](https://www.w3.org/TR/trace-context/).
@@ -330,7 +331,7 @@ impl Tracer {
             left_out: 0,
             failure: None,
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         if !charge(&mut spans.bytes, span.size()) {
             shared.dropped.fetch_add(1, Ordering::Relaxed);
             return nothing;
@@ -355,7 +356,7 @@ impl Tracer {
         let Some(shared) = &self.0 else {
             return;
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         let parents: BTreeSet<u64> = spans
             .open
             .values()
@@ -398,7 +399,7 @@ impl Tracer {
         let Some(shared) = &self.0 else {
             return Batch::default();
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         let count = spans.ended.len().min(BATCH_MAX);
         Batch {
             spans: spans.ended.drain(..count).collect(),
@@ -408,10 +409,6 @@ impl Tracer {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Spans> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A random id; never zero, which means none.
     fn fresh(&self) -> u64 {
         self.keys
@@ -445,7 +442,7 @@ impl Drop for Batch {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
             let bytes = self.spans.iter().map(EndedSpan::size).sum();
-            let mut spans = shared.lock();
+            let mut spans = locked(&shared.spans);
             spans.bytes = spans.bytes.saturating_sub(bytes);
         }
     }
@@ -516,7 +513,7 @@ impl Span {
 
     fn with(&self, act: impl FnOnce(&mut Spans, u64)) {
         if let (Some(shared), Some(context)) = (&self.shared, self.context) {
-            act(&mut shared.lock(), context.span_id);
+            act(&mut locked(&shared.spans), context.span_id);
         }
     }
 }
@@ -560,7 +557,7 @@ mod tests {
     }
 
     fn bytes(tracer: &Tracer) -> usize {
-        tracer.0.as_ref().unwrap().lock().bytes
+        locked(&tracer.0.as_ref().unwrap().spans).bytes
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::{
     },
     path::{Path, PathBuf},
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -23,6 +23,7 @@ use crate::{
     error::{LoadErrorKind, ReadError},
     gguf::{OpenFile, Part},
 };
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, page};
 
 /// A range of the file with its purpose.
@@ -341,7 +342,7 @@ impl PartFile {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.known)
     }
 
     fn identity(&self) -> Option<FileIdentity> {
