@@ -21,9 +21,10 @@ pub struct DeviceError {
 
 impl DeviceError {
     /// With a reason that reads well after a colon.
-    #[must_use]
-    pub const fn new(reason: String) -> Self {
-        Self { reason }
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+        }
     }
 }
 

@@ -81,7 +81,7 @@ impl Owner {
             .memory
             .device()
             .map(|memory| (memory.address(), view.offset as u64));
-        start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
+        start.ok_or_else(|| DeviceError::new("memory of the host is used"))
     }
 
     /// Device address of `len` bytes from `offset` of address space, all of which are open.
@@ -96,7 +96,7 @@ impl Owner {
             Space::Device(space) if offset.saturating_add(len) <= space.open().as_len() => {
                 Ok(space.address() + offset as u64)
             }
-            _ => Err(DeviceError::new("a part of the cache is closed".to_owned())),
+            _ => Err(DeviceError::new("a part of the cache is closed")),
         }
     }
 
@@ -112,9 +112,7 @@ impl Owner {
         if owner == self.0 {
             Ok(())
         } else {
-            Err(DeviceError::new(
-                "memory of another backend is used".to_owned(),
-            ))
+            Err(DeviceError::new("memory of another backend is used"))
         }
     }
 }
@@ -478,9 +476,7 @@ impl<'op> Access<'op> {
     pub(super) fn weight(&self, view: &'op View) -> Result<&'op [u8], DeviceError> {
         let start = self.address(view)?;
         if self.overlaps(start, view.len, false) {
-            return Err(DeviceError::new(
-                "a result lies where a weight does".to_owned(),
-            ));
+            return Err(DeviceError::new("a result lies where a weight does"));
         }
         // SAFETY: as in `read`; written memory is opened before weights are.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr(), view.len) })
@@ -514,7 +510,7 @@ impl<'op> Access<'op> {
         self.is_own(region.owner)?;
         match &*region.space {
             Space::Host(space) => Ok(space),
-            Space::Device(_) => Err(DeviceError::new("memory of a device is used".to_owned())),
+            Space::Device(_) => Err(DeviceError::new("memory of a device is used")),
         }
     }
 
@@ -534,7 +530,7 @@ impl<'op> Access<'op> {
             Span::Buffer(view) => self.address(view),
             Span::Region(region, bytes) => {
                 let address = self.region(region)?.range(bytes.start, bytes.len());
-                address.ok_or_else(|| DeviceError::new("a block of the cache is closed".to_owned()))
+                address.ok_or_else(|| DeviceError::new("a block of the cache is closed"))
             }
         }
     }
@@ -543,9 +539,7 @@ impl<'op> Access<'op> {
         if owner == self.owner {
             Ok(())
         } else {
-            Err(DeviceError::new(
-                "memory of another backend is used".to_owned(),
-            ))
+            Err(DeviceError::new("memory of another backend is used"))
         }
     }
 
@@ -567,9 +561,7 @@ impl<'op> Access<'op> {
         written: bool,
     ) -> Result<NonNull<u8>, DeviceError> {
         if self.overlaps(start, len, written) {
-            return Err(DeviceError::new(
-                "a result lies where something else does".to_owned(),
-            ));
+            return Err(DeviceError::new("a result lies where something else does"));
         }
         let from = start.addr().get();
         let Some(span) = self.spans.get_mut(self.count) else {
@@ -596,9 +588,7 @@ fn floats_of(start: NonNull<u8>, len: usize) -> Result<(), DeviceError> {
     if start.addr().get().is_multiple_of(4) && len.is_multiple_of(4) {
         Ok(())
     } else {
-        Err(DeviceError::new(
-            "a view of floats is cut or misaligned".to_owned(),
-        ))
+        Err(DeviceError::new("a view of floats is cut or misaligned"))
     }
 }
 
