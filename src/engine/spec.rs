@@ -265,7 +265,7 @@ impl Spec {
         for index in 0..depth {
             let feed_forward = feed_forward_of(index)?;
             widest = feed_forward.max(widest);
-            let builder = LayerBuilder {
+            let mut builder = LayerBuilder {
                 header,
                 prefix: format!("blk.{index}."),
                 width,
@@ -273,6 +273,8 @@ impl Spec {
                 input: layer_inputs.as_ref().map(|inputs| (index, inputs.width)),
                 experts: experts.as_ref().filter(|experts| index >= experts.dense),
                 attention: &attention,
+                matrices: Vec::new(),
+                vectors: Vec::new(),
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
