@@ -5,7 +5,7 @@ use std::fmt;
 use super::{
     ProbeError, ProbeRoot,
     board::{Board, L4tRelease},
-    cgroup::{Cgroup, CgroupVersion, GroupWatch},
+    cgroup::{Cgroup, CgroupVersion, watch::GroupWatch},
     meminfo::Meminfo,
     nvmap::{self, Nvmap},
     processes::ProcessMemory,

@@ -11,7 +11,7 @@ use super::{
     arc::ArcStats,
     board::{Board, L4tRelease},
     buddyinfo::FreeBlocks,
-    cgroup::GroupWatch,
+    cgroup::watch::GroupWatch,
     meminfo::Meminfo,
     nvmap::{Nvmap, PagePool},
     processes::MemorySum,
