@@ -128,25 +128,11 @@ impl Model {
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<Logits<'_>, ForwardError> {
-        let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self
-            .sequence
-            .position
-            .saturating_sub(first)
-            .saturating_sub(1);
-        let read = pass::result(
-            self.backend.as_mut(),
-            &self.logits,
-            self.spec.vocabulary,
-            (first, row),
-        );
-        match read {
-            Ok(logits) => Ok(Logits(logits)),
-            Err(error) => {
-                self.sequence.lost = true;
-                Err(error)
-            }
-        }
+        let place = self.run(tokens, checkpoint)?;
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        let read = pass::result(backend, &self.logits, (vocabulary, 0), place);
+        self.sequence.lost |= read.is_err();
+        read.map(Logits)
     }
 
     /// As [`Self::forward`], but returns only the first of the most likely tokens if the device finds it, without
@@ -159,17 +145,12 @@ impl Model {
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<Scores<'_>, ForwardError> {
-        let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self
-            .sequence
-            .position
-            .saturating_sub(first)
-            .saturating_sub(1);
+        let place = self.run(tokens, checkpoint)?;
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        match pass::greatest(backend, &self.logits, (vocabulary, 0), (first, row)) {
+        match pass::greatest(backend, &self.logits, (vocabulary, 0), place) {
             Ok(Some(token)) => Ok(Scores::Greatest(token)),
             Ok(None) => {
-                let logits = pass::result(backend, &self.logits, vocabulary, (first, row));
+                let logits = pass::result(backend, &self.logits, (vocabulary, 0), place);
                 logits.map(|logits| Scores::All(Logits(logits)))
             }
             Err(error) => {
@@ -177,6 +158,17 @@ impl Model {
                 Err(error)
             }
         }
+    }
+
+    /// Appends `tokens`; returns the first position of the last chunk, and the row of the last token in it.
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<(u32, u32), ForwardError> {
+        let first = pass::run(self, tokens, checkpoint, None)?;
+        let length = self.sequence.position.saturating_sub(first);
+        Ok((first, length.saturating_sub(1)))
     }
 
     /// As [`Self::forward`], and passes the logits of every token to `each` with its index in `tokens`.
@@ -379,7 +371,7 @@ impl Model {
     /// When they are not finite, or the device has failed.
     pub fn logits_of(&mut self, number: usize, position: u32) -> Result<Logits<'_>, ForwardError> {
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        pass::result_of(backend, &self.logits, (vocabulary, number), position).map(Logits)
+        pass::result(backend, &self.logits, (vocabulary, number), (position, 0)).map(Logits)
     }
 
     /// Returns the first of the most likely tokens of result `number` of the last pass if the device finds it, else the
