@@ -43,7 +43,7 @@ use cotenant_rpc::{
     v1,
 };
 use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, micros};
 use cotenant_worker::handle::WorkerProcess;
 
 /// Bound of the loop's inbox. An event takes well under a millisecond, so a full inbox indicates a fault elsewhere.
@@ -270,7 +270,7 @@ impl ControlHandle {
     }
 
     pub(super) fn beat(&self, now: Timestamp) {
-        let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
+        let at = micros(now.since_start());
         self.beat.store(at, Ordering::Relaxed);
     }
 

@@ -38,7 +38,7 @@ use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_threads::{NotDone, blocking};
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp, Tokens};
+use cotenant_units::{Bytes, Timestamp, Tokens, micros, millis};
 
 /// Bound of the queue of engine events to the loop.
 const ENGINE_EVENTS: usize = 256;
@@ -513,13 +513,12 @@ fn idle_conversation(kept: &Kept) -> IdleConversation {
     IdleConversation {
         capacity: kept.alone,
         tokens: kept.lost,
-        idle_ms: u64::try_from(kept.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+        idle_ms: millis(kept.since.elapsed()),
         superseded: kept.is_superseded,
     }
 }
 
 fn timing(usage: Usage, prompt_took: Duration, took: Duration) -> Timing {
-    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let without = |all: Tokens, some: u32| Tokens::new(all.get().saturating_sub(some));
     Timing {
         prompt_tokens: without(usage.prompt_tokens, usage.cached_tokens.get()),

@@ -156,6 +156,16 @@ pub fn page() -> Bytes {
     })
 }
 
+/// Whole milliseconds of a duration; saturates.
+pub fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Whole microseconds of a duration; saturates.
+pub fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
 impl fmt::Display for Bytes {
     /// Prints at most one decimal in the largest binary unit with a non-zero integer part: `1.5 GiB`, `412 MiB`, `17
     /// B`.

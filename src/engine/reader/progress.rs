@@ -1,5 +1,6 @@
 //! Progress and speed of running reads.
 
+use cotenant_units::micros;
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
@@ -30,7 +31,7 @@ impl ReadProgress {
 
     /// Records the arrival of data.
     pub fn note(&self) {
-        let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let now = micros(self.began.elapsed());
         self.last_us.fetch_max(now, Ordering::Relaxed);
     }
 
