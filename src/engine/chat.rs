@@ -430,7 +430,6 @@ fn contains(value: &Value, is: &impl Fn(&str) -> bool) -> bool {
 
 /// Why a conversation cannot be rendered.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ChatError {
     /// The template is not valid Jinja.
     #[error("cannot compile the model's chat template: {message}")]

@@ -107,7 +107,6 @@ impl LoadError {
 
 /// Reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LoadErrorKind {
     /// Its memory cannot be allocated.
     #[error("cannot map {bytes} for {what}")]
@@ -509,7 +508,6 @@ pub struct ReadError {
 /// Except for errors found before any computation ([`Self::KvFull`], [`Self::NoTokens`], [`Self::Token`],
 /// [`Self::ContextFull`]) the sequence is lost, and the model needs [`reset`](super::Model::reset).
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ForwardError {
     /// More tokens or results in one pass than the buffers hold.
     #[error("cannot compute {tokens} tokens in one pass: there are buffers for {limit}")]
@@ -605,7 +603,6 @@ pub(super) const NOT_FINITE_REMEDY: &str =
 
 /// A plan that was not applied as a whole; [`Model::plan`](super::Model::plan) returns the plan in force.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ApplyError {
     /// The kernel refused memory.
     #[error("cannot map {bytes} for {what}")]

@@ -315,7 +315,6 @@ impl PcmDecoder {
 
 /// Reason why audio cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum AudioError {
     /// It is not a WAV file, or one of an unsupported kind.
     #[error("not a readable WAV file")]

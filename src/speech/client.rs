@@ -646,7 +646,6 @@ pub(super) fn brief(text: &str) -> String {
 
 /// Failure of a request to a Wyoming server.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ClientError {
     /// No server listens.
     #[error("cannot connect to `{endpoint}`")]

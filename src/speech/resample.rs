@@ -151,7 +151,6 @@ impl Resampler {
 
 /// Failure to convert a rate.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ResampleError {
     /// The rates cannot be converted.
     #[error("cannot change the sample rate from {from_hz} to {to_hz} Hz")]

@@ -320,7 +320,6 @@ fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Kn
 
 /// Reason why a worker was not switched.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ResizeError {
     /// It is not ready, or its protocol has no switch.
     #[error("cannot switch worker `{worker}`: it is not ready")]

@@ -186,7 +186,6 @@ fn value_of(
 
 /// Reason why a command line cannot be built.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LaunchError {
     /// The program is missing.
     #[error("argv is empty")]

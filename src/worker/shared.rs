@@ -172,7 +172,6 @@ impl WorkerState {
 
 /// Reason why a worker was not started.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StartError {
     /// Its pressure file cannot be created.
     #[error("cannot start worker `{worker}`")]

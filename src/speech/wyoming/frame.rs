@@ -221,7 +221,6 @@ pub async fn write_frame<W: AsyncWrite + Unpin>(
 
 /// Reason why bytes are not a Wyoming message.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum FrameError {
     /// The header line does not end.
     #[error("no newline within the first {limit} bytes of a Wyoming message")]

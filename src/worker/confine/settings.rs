@@ -34,7 +34,6 @@ pub(crate) struct Surroundings<'a> {
 
 /// Reason why a worker cannot be confined as required.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ConfineError {
     /// Unknown user or group.
     #[error("{kind} `{name}` does not exist")]

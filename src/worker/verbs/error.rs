@@ -8,7 +8,6 @@ use cotenant_units::Bytes;
 
 /// Reason why a built-in worker ended.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VerbError {
     /// The runtime cannot be created.
     #[error("cannot start the worker")]

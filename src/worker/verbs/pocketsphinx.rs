@@ -209,7 +209,6 @@ impl ModelFiles {
 
 /// Reason why pocketsphinx failed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SphinxError {
     /// It is not installed.
     #[error(transparent)]
