@@ -91,7 +91,6 @@ pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 impl ControlHandle {
     /// Creates a handle, and the inbox that the loop reads. `continued` holds the ids of earlier runs whose leases
     /// continue, `event_lines` the length of the event log.
-    #[must_use]
     pub fn new(
         boot_id: String,
         continued: Vec<String>,
@@ -212,7 +211,6 @@ impl ControlHandle {
     }
 
     /// Returns the state after the last event.
-    #[must_use]
     pub fn state(&self) -> Arc<Snapshot> {
         self.snapshot.borrow().clone()
     }
@@ -280,7 +278,6 @@ impl ControlHandle {
         self.clock.now().since_start().saturating_sub(beat)
     }
 
-    #[must_use]
     pub(super) const fn clock(&self) -> MonotonicClock {
         self.clock
     }

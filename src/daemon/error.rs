@@ -139,7 +139,6 @@ impl RunError {
     }
 
     /// Returns the remedy, if known.
-    #[must_use]
     pub fn hint(&self) -> Option<String> {
         if let Some(hint) = full(self) {
             return Some(hint.to_owned());

@@ -152,7 +152,6 @@ impl Opener {
 impl AnswerReader {
     /// A reader at the beginning of an answer to a conversation with these tools; everything is text until a style is
     /// set.
-    #[must_use]
     pub fn new(tools: &[Value]) -> Self {
         Self::with(Functions::of(tools))
     }

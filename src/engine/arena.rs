@@ -84,13 +84,11 @@ impl Mapping {
     }
 
     /// Length in bytes: whole pages.
-    #[must_use]
     pub const fn bytes(&self) -> Bytes {
         Bytes::of_len(self.len)
     }
 
     /// The address of `len` bytes from `offset`, or `None` unless all are inside.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         let end = offset.checked_add(len)?;
         if end > self.len {
@@ -108,7 +106,6 @@ impl Mapping {
     }
 
     /// Resident size by `mincore`; zero if the call fails.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.resident_in(0, self.len)
     }
@@ -275,7 +272,6 @@ impl SharedMapping {
     }
 
     /// Length in bytes: whole pages.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         match (&self.host, &self.device) {
             (Some(host), _) => host.bytes(),
@@ -285,7 +281,6 @@ impl SharedMapping {
     }
 
     /// As [`Mapping::range`]; `None` for memory of a device.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         self.host.as_ref()?.range(offset, len)
     }
@@ -301,7 +296,6 @@ impl SharedMapping {
     }
 
     /// Length including its staging memory.
-    #[must_use]
     pub fn held(&self) -> Bytes {
         let staging = self.device().and_then(DeviceMemory::staging);
         self.bytes()
@@ -309,7 +303,6 @@ impl SharedMapping {
     }
 
     /// As [`Mapping::resident`]; memory of a device counts in full.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         match (&self.host, &self.device) {
             (Some(host), None) => host.resident(),
@@ -398,14 +391,12 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
 }
 
 /// Resident set of this process from `/proc/self/statm`; zero if unreadable.
-#[must_use]
 pub fn process_resident() -> Bytes {
     page().saturating_mul(number_of_statm(1).unwrap_or(0))
 }
 
 /// File-backed pages within [`process_resident`]: text and constants of the program and its libraries, which the page
 /// cache shares among all processes.
-#[must_use]
 pub fn process_file_resident() -> Bytes {
     page().saturating_mul(number_of_statm(2).unwrap_or(0))
 }

@@ -36,7 +36,6 @@ pub struct Stalled {
 
 impl DiskTimeout {
     /// A limit of this duration.
-    #[must_use]
     pub const fn new(limit: Duration) -> Self {
         Self(limit)
     }
@@ -287,7 +286,6 @@ impl<T: Send + 'static> WatchedWork<T> {
 
 impl Retained {
     /// Memory that reads hanging since then may keep.
-    #[must_use]
     pub fn of(memory: impl IntoIterator<Item = Weak<SharedMapping>>, since: Instant) -> Self {
         let mut left = Self {
             since: Some(since),
@@ -331,19 +329,16 @@ impl Retained {
     }
 
     /// Whether reads still keep anything.
-    #[must_use]
     pub fn hangs(&self) -> bool {
         self.memory.iter().any(|memory| memory.strong_count() > 0) || self.works().next().is_some()
     }
 
     /// Duration of the hang.
-    #[must_use]
     pub fn hung(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Bytes kept.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         let memory: Bytes = self.memory().map(|memory| memory.held()).sum();
         self.works()

@@ -45,7 +45,6 @@ impl Unavailable {
     }
 
     /// The remedy.
-    #[must_use]
     pub const fn remedy(&self) -> &'static str {
         self.remedy
     }
@@ -63,7 +62,6 @@ pub struct LoadError {
 
 impl LoadError {
     /// An error of the file at `path`.
-    #[must_use]
     pub fn new(path: &Path, kind: LoadErrorKind) -> Self {
         Self {
             path: path.to_owned(),
@@ -87,19 +85,16 @@ impl LoadError {
     }
 
     /// The fault.
-    #[must_use]
     pub const fn kind(&self) -> &LoadErrorKind {
         &self.kind
     }
 
     /// Condition for loading it again.
-    #[must_use]
     pub fn cure(&self) -> Cure {
         self.kind.cure()
     }
 
     /// The remedy, if there is one.
-    #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         self.kind.hint()
     }
@@ -350,7 +345,6 @@ impl From<ReadError> for LoadErrorKind {
 impl LoadErrorKind {
     /// Condition for loading the model again: time, if a read failed or the system lacked a resource; otherwise a
     /// changed file.
-    #[must_use]
     pub fn cure(&self) -> Cure {
         use io::ErrorKind as Kind;
         match self {
@@ -383,7 +377,6 @@ impl LoadErrorKind {
     }
 
     /// The remedy, if there is one.
-    #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
@@ -575,7 +568,6 @@ pub enum ForwardError {
 impl ForwardError {
     /// Condition for loading the model again, for errors that end the engine: the device has failed, or the weights
     /// cannot be read or belong to another model by now.
-    #[must_use]
     pub const fn cure(&self) -> Option<Cure> {
         match self {
             Self::Device(_) => Some(Cure::Reload),
@@ -587,7 +579,6 @@ impl ForwardError {
 
 impl ApplyError {
     /// As [`ForwardError::cure`].
-    #[must_use]
     pub const fn cure(&self) -> Option<Cure> {
         match self {
             Self::Device(_) => Some(Cure::Reload),

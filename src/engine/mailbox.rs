@@ -87,7 +87,6 @@ impl EngineHandle {
     }
 
     /// The chat template of the model; `None` while no model is ready.
-    #[must_use]
     pub fn template(&self) -> Option<String> {
         self.shared
             .text()
@@ -96,7 +95,6 @@ impl EngineHandle {
     }
 
     /// Sampling settings recommended by the model's file; none while no model is ready.
-    #[must_use]
     pub fn recommended_sampling(&self) -> SamplingWish {
         self.shared
             .text()
@@ -212,13 +210,11 @@ impl EngineHandle {
     }
 
     /// Bytes read and total of the load in progress; `None` while nothing is loading.
-    #[must_use]
     pub fn loading(&self) -> Option<(Bytes, Bytes)> {
         self.shared.progress.figures()
     }
 
     /// Waiting requests, in the order of service.
-    #[must_use]
     pub fn waiting(&self) -> Vec<WaitingRequest> {
         let mailbox = self.shared.lock();
         let waiting = mailbox.queue.iter().map(|queued| WaitingRequest {
@@ -232,7 +228,6 @@ impl EngineHandle {
     }
 
     /// The current state of the engine.
-    #[must_use]
     pub fn snapshot(&self) -> EngineSnapshot {
         self.shared.state.borrow().clone()
     }

@@ -232,7 +232,6 @@ pub enum EnginePhase {
 
 impl EnginePhase {
     /// A single word for messages.
-    #[must_use]
     pub const fn word(&self) -> &'static str {
         match self {
             Self::Draining => "draining",
@@ -343,7 +342,6 @@ pub struct EngineSnapshot {
 
 impl EngineSnapshot {
     /// Estimated time until an answer begins: the requests before it in the queue, and its own prompt.
-    #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
         let together = self.answers_max.max(1);
         // It starts concurrently with the running ones.

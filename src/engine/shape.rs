@@ -152,13 +152,11 @@ pub struct Widths {
 
 impl Layout {
     /// Lays out `spec`.
-    #[must_use]
     pub fn of(spec: &Spec) -> Self {
         Self::in_parts(spec, PART_MIN)
     }
 
     /// Lays out `spec` in parts of at least `least` bytes, as far as tensor groups allow.
-    #[must_use]
     pub fn in_parts(spec: &Spec, least: usize) -> Self {
         let largest = spec.layers.iter().map(matrix_bytes).max().unwrap_or(0);
         let piece = (largest / PIECES_PER_LAYER).clamp(PIECE_MIN, PIECE_MAX);
@@ -223,7 +221,6 @@ impl Layout {
 
     /// The same as seen by the planner. `activations` is the backend's size of one token's quantised copy, `scratch`
     /// its threads' attention scratch.
-    #[must_use]
     pub fn model_shape(
         &self,
         spec: &Spec,
@@ -280,7 +277,6 @@ impl Layout {
 
 impl ExpertLayout {
     /// Bytes of the rooms for experts that are not resident.
-    #[must_use]
     pub fn staging(&self) -> Bytes {
         Bytes::of_len(self.room * self.staged).round_up(page())
     }
@@ -460,7 +456,6 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 
 impl PartLayout {
     /// Whether the ring brings it while it is not resident; experts are read one by one.
-    #[must_use]
     pub const fn is_streamed(&self) -> bool {
         !self.pieces.is_empty()
     }
@@ -616,7 +611,6 @@ impl Widths {
     }
 
     /// Bytes of all buffers for one token.
-    #[must_use]
     pub const fn bytes(&self) -> Bytes {
         let elements = 2 * self.stream
             + self.wide
@@ -632,7 +626,6 @@ impl Widths {
 }
 
 /// The distinct types of matrices.
-#[must_use]
 pub fn distinct_types(spec: &Spec) -> Vec<GgmlDType> {
     let mut types = Vec::new();
     for dtype in spec.matrix_types() {

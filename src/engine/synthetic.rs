@@ -107,7 +107,6 @@ impl TypeMix {
     }
 
     /// The types with this name in llama.cpp: `q4_k_m`, `q8_0`.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "q4_k_m" => Self::Q4KM,
@@ -147,7 +146,6 @@ impl Synthetic {
     }
 
     /// Its metadata.
-    #[must_use]
     pub fn metadata(&self) -> Vec<(String, Entry)> {
         let arch = self.architecture.name();
         let mut list: Vec<(String, Entry)> = vec![
@@ -364,7 +362,6 @@ impl Synthetic {
     }
 
     /// Its tensors, in the order of the file.
-    #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {
         let mut list = Vec::new();
         let head = match self.types {
@@ -702,7 +699,6 @@ impl Synthetic {
 }
 
 /// The header of a file with these tensors, padded, and the length of the tensors.
-#[must_use]
 pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u64) {
     let mut header = Vec::new();
     header.extend_from_slice(b"GGUF");

@@ -62,7 +62,6 @@ pub enum TensorKind {
 
 impl TensorKind {
     /// A short name.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Embedding => "embedding",
@@ -82,7 +81,6 @@ type Measured<'tensor> = (String, &'tensor [u64], Bytes);
 
 impl TensorGroup {
     /// The non-empty groups of a header.
-    #[must_use]
     pub fn of(header: &Header) -> Vec<Self> {
         let depth = depth(header);
         Self::grouped(header.tensors().map(|info| {
@@ -93,7 +91,6 @@ impl TensorGroup {
     }
 
     /// The groups of tensors with names of a Hugging Face repository.
-    #[must_use]
     pub fn of_safetensors(tensors: &[NamedTensor]) -> Vec<Self> {
         Self::grouped(tensors.iter().map(|tensor| {
             let measured = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);

@@ -95,7 +95,6 @@ impl TextSide {
 
     /// Upper bound of the text side's memory for the model with this header, the helper included: in whole pages, like
     /// everything in the ledger.
-    #[must_use]
     pub fn bytes_max(header: &Header) -> Bytes {
         Tokenizer::heap_bytes(header)
             .saturating_add(Self::helper_bytes_max(header))
@@ -103,7 +102,6 @@ impl TextSide {
     }
 
     /// The helper process's share of it, while forms and templates are in use.
-    #[must_use]
     pub fn helper_bytes_max(header: &Header) -> Bytes {
         let texts = header.strings("tokenizer.ggml.tokens");
         let (tokens, bytes) = texts.map_or((0, 0), |texts| {
@@ -228,7 +226,6 @@ impl TextSide {
     }
 
     /// The tokenizer.
-    #[must_use]
     pub const fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -244,7 +241,6 @@ impl TextSide {
     }
 
     /// The longest context.
-    #[must_use]
     pub const fn context_max(&self) -> Tokens {
         self.context_max
     }
@@ -318,7 +314,6 @@ pub enum TextError {
 
 impl TextError {
     /// The remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::Chat(_) => "convert the model again, or use another file of it",

@@ -51,7 +51,6 @@ pub struct CgroupMemory {
 impl Cgroup {
     /// Returns the group charged for the memory of this process: its own, or the closest ancestor with the memory
     /// controller. `None` if no memory controller is mounted, as in many containers.
-    #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
         let folder = mount
@@ -62,26 +61,22 @@ impl Cgroup {
     }
 
     /// Returns the group of a process, if it has the memory controller itself.
-    #[must_use]
     pub fn of(root: &ProbeRoot, pid: u32) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
         has_controller(mount.version, &folder).then_some(Self { mount, folder })
     }
 
     /// Returns the version of its interface.
-    #[must_use]
     pub fn version(&self) -> CgroupVersion {
         self.mount.version
     }
 
     /// Returns its folder.
-    #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
     /// Reads its current usage and limit.
-    #[must_use]
     pub fn memory(&self) -> CgroupMemory {
         read_memory(self.mount.version, &self.folder)
     }
@@ -109,7 +104,6 @@ pub struct Hierarchy(Mount);
 
 impl Hierarchy {
     /// Returns the visible hierarchy; `None` without a memory controller.
-    #[must_use]
     pub fn open(root: &ProbeRoot) -> Option<Self> {
         let mut mounts = Mount::all(root).into_iter();
         let found = mounts.find(|mount| has_controller(mount.version, &mount.point))?;
@@ -117,19 +111,16 @@ impl Hierarchy {
     }
 
     /// Returns its mount point.
-    #[must_use]
     pub fn mount_point(&self) -> &Path {
         &self.0.point
     }
 
     /// Returns whether there is a group of this path, such as `/system.slice/camera.service`.
-    #[must_use]
     pub fn has(&self, group: &str) -> bool {
         self.folder(group).is_some_and(|folder| folder.is_dir())
     }
 
     /// Returns the path of the group of a process, if it is visible.
-    #[must_use]
     pub fn group_of(&self, root: &ProbeRoot, pid: u32) -> Option<String> {
         let place = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
         self.path_of(&place.folder)
@@ -137,7 +128,6 @@ impl Hierarchy {
 
     /// Returns the processes of a group and of all groups below it; `None` if one is in another PID namespace, so that
     /// its id is unknown. A group that does not exist has none.
-    #[must_use]
     pub fn members(&self, group: &str) -> Option<BTreeSet<u32>> {
         let mut members = BTreeSet::new();
         for folder in folders(self.folder(group)?) {
@@ -152,7 +142,6 @@ impl Hierarchy {
     }
 
     /// Returns the paths of the groups for which `is_it` holds, in order.
-    #[must_use]
     pub fn find(&self, is_it: impl Fn(&Path) -> bool) -> BTreeSet<String> {
         let paths = folders(self.0.point.clone()).filter_map(|folder| self.path_of(&folder));
         paths.filter(|path| is_it(Path::new(path))).collect()
@@ -317,7 +306,6 @@ impl Place {
 
 /// Returns the path of the group charged for the memory of a process (`self` or its id), even if its folder is not
 /// visible: a container may show the host's paths.
-#[must_use]
 pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
     let membership = Membership::read(&root.proc(process).join("cgroup"))?;
     membership.v1_memory.or(membership.v2)

@@ -168,7 +168,6 @@ pub struct ConnectError {
 
 impl ConnectError {
     /// The remedy.
-    #[must_use]
     pub fn hint(&self) -> &'static str {
         match self.source.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {

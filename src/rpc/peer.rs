@@ -89,7 +89,6 @@ impl Process {
     }
 
     /// The process that had this id at `then`, in [`boot_ticks`], and still has it; `None` if it has ended.
-    #[must_use]
     pub fn of_earlier_peer(pid: u32, then: u64) -> Option<Self> {
         let pidfd = pidfd::open(pid).ok()?;
         let started = ProcessStat::read(&ProbeRoot::default().proc, pid)?.start_ticks;
@@ -97,7 +96,6 @@ impl Process {
     }
 
     /// Process id.
-    #[must_use]
     pub const fn pid(&self) -> u32 {
         self.pid
     }

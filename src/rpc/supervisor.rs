@@ -183,7 +183,6 @@ struct Kept {
 
 impl EventLog {
     /// An empty log of the last `capacity` lines, with at most 4 MiB of text.
-    #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self {
             kept: Mutex::default(),
@@ -211,7 +210,6 @@ impl EventLog {
     }
 
     /// At most `limit` lines after number `sequence`.
-    #[must_use]
     pub fn after(&self, sequence: u64, limit: usize) -> Page {
         let kept = locked(&self.kept);
         let begin = kept

@@ -121,7 +121,6 @@ pub struct WyomingClient {
 
 impl WyomingClient {
     /// A client that connects for each request.
-    #[must_use]
     pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
         Self {
             endpoint,
@@ -545,7 +544,6 @@ impl SpeechStream {
     }
 
     /// Samples per second.
-    #[must_use]
     pub const fn sample_rate_hz(&self) -> u32 {
         self.sample_rate_hz
     }

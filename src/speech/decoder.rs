@@ -39,7 +39,6 @@ pub struct Decoder {
 
 impl Decoder {
     /// A decoder that runs `program` with the argument [`DECODER_VERB`].
-    #[must_use]
     pub fn new(program: PathBuf) -> Self {
         Self {
             program,
@@ -148,7 +147,6 @@ impl Drop for Running {
 }
 
 /// Runs as the decoder process; its owner uses standard input and output.
-#[must_use]
 pub fn serve_stdin() -> ExitCode {
     match serve() {
         Ok(()) => ExitCode::SUCCESS,

@@ -100,7 +100,6 @@ impl Resampler {
     }
 
     /// Output samples still to come for the input so far.
-    #[must_use]
     pub fn behind(&self) -> u64 {
         self.wanted().saturating_sub(self.given)
     }

@@ -106,7 +106,6 @@ pub struct Refusal {
 
 impl Refusal {
     /// A refusal with this code and text.
-    #[must_use]
     pub fn new(code: &'static str, text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
@@ -201,7 +200,6 @@ impl Reply {
 
     /// A sender whose responses are withheld until [`Reply::release`] is called with its hold; beyond a limit, sending
     /// waits. They are dropped with the sender.
-    #[must_use]
     pub fn held(&self) -> (Self, Hold) {
         let hold = Hold(Arc::new(Held {
             waiting: tokio::sync::Mutex::new(Some(Default::default())),
@@ -228,7 +226,6 @@ impl Reply {
     }
 
     /// A sender for cancellable output: after the token is cancelled nothing more is written, including queued events.
-    #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
         let reply = Self {

@@ -92,7 +92,6 @@ pub struct LinesDropped(Arc<AtomicU64>);
 
 impl LinesDropped {
     /// Lines lost so far.
-    #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -100,7 +99,6 @@ impl LinesDropped {
 
 impl LogGuard {
     /// The counter of lost lines.
-    #[must_use]
     pub fn dropped(&self) -> LinesDropped {
         LinesDropped(Arc::clone(&self.dropped))
     }

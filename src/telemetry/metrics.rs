@@ -94,7 +94,6 @@ pub struct Metrics {
 
 impl Metrics {
     /// All metrics at zero.
-    #[must_use]
     pub fn new() -> Self {
         let mut table = Table(Registry::with_prefix("cotenant"));
         table.0.register(
@@ -442,7 +441,6 @@ impl Metrics {
     }
 
     /// All metrics as OpenMetrics text.
-    #[must_use]
     pub fn encode(&self) -> String {
         let _whole = locked(&self.whole);
         let mut text = String::new();

@@ -42,7 +42,6 @@ impl SpanContext {
     /// assert_eq!((context.span_id, context.sampled), (0x00f0_67aa_0ba9_02b7, true));
     /// assert!(SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01").is_none());
     /// ```
-    #[must_use]
     pub fn parse(traceparent: &str) -> Option<Self> {
         let mut fields = traceparent.trim().split('-');
         let (version, trace, span, flags) = (
@@ -279,7 +278,6 @@ impl Spans {
 
 impl Tracer {
     /// A tracer that stores spans for an exporter.
-    #[must_use]
     pub fn recording() -> Self {
         Self(Some(Arc::new(Shared {
             spans: Mutex::default(),
@@ -292,7 +290,6 @@ impl Tracer {
     }
 
     /// Starts a child span of `parent`, or a trace. The span ends on drop.
-    #[must_use]
     pub fn begin(&self, name: &str, kind: SpanKind, parent: Option<SpanContext>) -> Span {
         let nothing = Span {
             shared: None,
@@ -374,7 +371,6 @@ impl Tracer {
     }
 
     /// Spans accepted by a collector, and lost spans.
-    #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         let count = |count: fn(&Shared) -> &AtomicU64| {
             self.0
@@ -457,7 +453,6 @@ pub struct Span {
 
 impl Span {
     /// Context for child spans; the parent's if this span is not recorded.
-    #[must_use]
     pub fn context(&self) -> Option<SpanContext> {
         self.context
     }

@@ -24,7 +24,6 @@ pub fn open(pid: u32) -> io::Result<OwnedFd> {
 }
 
 /// Whether the process of a descriptor has ended, reaped or not.
-#[must_use]
 pub fn is_over(pidfd: &OwnedFd) -> bool {
     let mut asked = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
     poll(&mut asked, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)

@@ -161,7 +161,6 @@ pub enum WorkerState {
 
 impl WorkerState {
     /// Returns the process id, if there is a process.
-    #[must_use]
     pub const fn pid(self) -> Option<u32> {
         match self {
             Self::Stopped => None,

@@ -72,7 +72,6 @@ pub struct DemoArgs {
 }
 
 /// Runs the demonstration; the exit code is its verdict.
-#[must_use]
 pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
     // Before a minute is spent on a run whose report cannot be written.
     if let Err(error) = report::make_folder(&args.out) {

@@ -148,19 +148,16 @@ pub struct Buffer {
 
 impl Buffer {
     /// Length in bytes: whole pages.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.memory.bytes()
     }
 
     /// Length including its staging memory.
-    #[must_use]
     pub fn held(&self) -> Bytes {
         self.memory.held()
     }
 
     /// Resident size.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.memory.resident()
     }
@@ -188,19 +185,16 @@ impl Buffer {
     }
 
     /// The `f32` in `range`.
-    #[must_use]
     pub fn view(&self, range: Range<usize>) -> View {
         self.view_bytes(range.start.saturating_mul(4), range.len().saturating_mul(4))
     }
 
     /// The `f32` from `start` on.
-    #[must_use]
     pub fn from(&self, start: usize) -> View {
         self.view(start..(self.bytes().as_len() / 4).max(start))
     }
 
     /// `len` bytes from `offset`.
-    #[must_use]
     pub fn view_bytes(&self, offset: usize, len: usize) -> View {
         View {
             memory: Arc::clone(&self.memory),
@@ -228,7 +222,6 @@ pub struct View {
 
 impl View {
     /// Length in bytes.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
@@ -251,7 +244,6 @@ impl View {
     }
 
     /// Whether it is empty.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -263,7 +255,6 @@ impl View {
     }
 
     /// Its address, or `None` unless it lies inside its buffer.
-    #[must_use]
     pub fn range(&self) -> Option<NonNull<u8>> {
         self.memory.range(self.offset, self.len)
     }
@@ -304,7 +295,6 @@ impl Region {
     }
 
     /// Whether its open part is backed by memory before the first touch.
-    #[must_use]
     pub fn is_memory_at_once(&self) -> bool {
         matches!(&*self.space, Space::Device(_))
     }
@@ -322,7 +312,6 @@ impl Region {
     }
 
     /// Resident size.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         match &*self.space {
             Space::Host(space) => space.resident(),
@@ -331,7 +320,6 @@ impl Region {
     }
 
     /// As [`Reserve::range`]; `None` for memory of a device.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         match &*self.space {
             Space::Host(space) => space.range(offset, len),
@@ -360,7 +348,6 @@ pub enum Span {
 
 impl Span {
     /// Number of bytes.
-    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::Buffer(view) => view.len(),
@@ -369,7 +356,6 @@ impl Span {
     }
 
     /// Whether it is empty.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -411,7 +397,6 @@ pub enum Part {
 }
 
 /// Byte offset of one head's `part` of the attention layer `layer` in every block.
-#[must_use]
 pub fn offset_in_block(
     shape: &KvShape,
     kind: KvType,

@@ -30,7 +30,6 @@ use cotenant_memory::emergency::end_when_refused;
 use cotenant_units::pidfd;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when the owner disconnects.
-#[must_use]
 pub fn serve_stdin() -> ExitCode {
     let Ok(control) = io::stdin().as_fd().try_clone_to_owned() else {
         return ExitCode::FAILURE;

@@ -142,13 +142,11 @@ impl Opening {
     }
 
     /// The file's header. Drop clones of it before [`Model::forget_lists`], which otherwise copies the header.
-    #[must_use]
     pub const fn header(&self) -> &Arc<Header> {
         &self.header
     }
 
     /// Size of each piece of the model.
-    #[must_use]
     pub const fn shape(&self) -> &ModelShape {
         &self.shape
     }

@@ -185,13 +185,11 @@ impl Model {
     }
 
     /// Maximum number of answers computed together, with the present chunk size.
-    #[must_use]
     pub fn answers_max(&self) -> usize {
         shape::ANSWERS_MAX.min(self.rows_max())
     }
 
     /// Maximum number of tokens in one pass, with the present chunk size.
-    #[must_use]
     pub fn rows_max(&self) -> usize {
         // A later layer attends to the window of the first row after that of the last one was written.
         let spec = &self.spec;
@@ -286,13 +284,11 @@ impl Model {
     }
 
     /// Experts of a mixture.
-    #[must_use]
     pub fn expert_counts(&self) -> Option<ExpertCounts> {
         self.weights.experts().map(Experts::counts)
     }
 
     /// Parked conversations, in the order in which they were parked.
-    #[must_use]
     pub fn kept_conversations(&self) -> Vec<Kept> {
         let mut kept = self.sequence.kept_conversations();
         if let Some(saved) = &self.saved {
@@ -302,7 +298,6 @@ impl Model {
     }
 
     /// Saved conversations; `held` are the tokens of the sequence.
-    #[must_use]
     pub fn saved_view(&self, held: &[u32]) -> SavedView {
         let client = self.sequence.conversation.client.as_deref();
         let saved = self.saved.as_ref();
@@ -316,19 +311,16 @@ impl Model {
     }
 
     /// KV capacity, in tokens, that a lane takes beyond that of its tokens.
-    #[must_use]
     pub fn aside_takes(&self) -> Tokens {
         Tokens::new(self.sequence.aside_takes())
     }
 
     /// Whether a lane cannot continue: a change of KV type or an incomplete pass has destroyed its state.
-    #[must_use]
     pub fn is_lost(&self, lane: Lane) -> bool {
         self.sequence.is_lost(lane)
     }
 
     /// Maximum number of the sequence's tokens in the next pass.
-    #[must_use]
     pub fn slice_max(&self) -> usize {
         let left = self.sequence.until_mark(self.streams());
         left.map_or(usize::MAX, |left| left.max(1))
@@ -398,13 +390,11 @@ impl Model {
     }
 
     /// As [`Self::kv_precision`], of a lane.
-    #[must_use]
     pub fn kv_precision_of(&self, lane: Lane) -> Option<KvType> {
         self.sequence.precision_of(lane)
     }
 
     /// KV capacity, in tokens, that the sequence and all lanes take.
-    #[must_use]
     pub fn held(&self) -> Tokens {
         Tokens::new(self.sequence.held(self.sequence.kept()))
     }

@@ -39,19 +39,16 @@ pub struct Extent {
 
 impl Extent {
     /// Offset of the aligned superset in the file.
-    #[must_use]
     pub fn aligned_offset(&self) -> u64 {
         self.offset - self.offset % page().get()
     }
 
     /// Offset of the first wanted byte in the aligned superset.
-    #[must_use]
     pub fn lead(&self) -> usize {
         usize::try_from(self.offset - self.aligned_offset()).unwrap_or(0)
     }
 
     /// Length of the aligned superset.
-    #[must_use]
     pub fn aligned_bytes(&self) -> usize {
         (self.lead() + self.bytes).next_multiple_of(page().as_len())
     }

@@ -20,7 +20,6 @@ pub struct ReadProgress {
 
 impl ReadProgress {
     /// For readers that start now.
-    #[must_use]
     pub fn new() -> Self {
         Self {
             began: Instant::now(),
@@ -36,7 +35,6 @@ impl ReadProgress {
     }
 
     /// Time without data.
-    #[must_use]
     pub fn idle(&self) -> Duration {
         let last = Duration::from_micros(self.last_us.load(Ordering::Relaxed));
         self.began.elapsed().saturating_sub(last)
@@ -53,7 +51,6 @@ impl ReadProgress {
     }
 
     /// Whether running reads must end.
-    #[must_use]
     pub fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }

@@ -280,7 +280,6 @@ impl Stream {
     }
 
     /// Whether `schedule` is its schedule.
-    #[must_use]
     pub fn reads(&self, schedule: &[Extent]) -> bool {
         *locked(&self.shared.state).schedule == *schedule
     }
@@ -296,7 +295,6 @@ impl Stream {
     }
 
     /// Whether the piece `first` is available without waiting.
-    #[must_use]
     pub fn has(&self, first: usize) -> bool {
         locked(&self.shared.state)
             .ready_from(first, &self.ring)
@@ -325,13 +323,11 @@ impl Stream {
     }
 
     /// Length of the ring, including its staging memory.
-    #[must_use]
     pub fn ring_bytes(&self) -> Bytes {
         self.ring.held()
     }
 
     /// Resident size of the ring.
-    #[must_use]
     pub fn ring_resident(&self) -> Bytes {
         self.ring.resident()
     }

@@ -12,7 +12,6 @@ use cotenant_policy::{
 use cotenant_units::{Bytes, Tokens, page};
 
 /// KV cache size of `spec` per token.
-#[must_use]
 pub fn kv_shape(spec: &Spec) -> KvShape {
     kv_shape_with(spec, page())
 }
@@ -76,7 +75,6 @@ pub(super) fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> 
 }
 
 /// Recurrent and convolution state of one sequence, in whole pages; zero for models without recurrent layers.
-#[must_use]
 pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
     let layers = spec
         .layers
@@ -87,7 +85,6 @@ pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
 }
 
 /// As [`sequence_state_bytes`], for one layer: the working area of lanes.
-#[must_use]
 pub fn layer_state_bytes(spec: &Spec) -> Bytes {
     state_of_layers(spec, 1)
 }

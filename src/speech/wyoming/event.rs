@@ -89,7 +89,6 @@ macro_rules! types {
             }
 
             /// Its type, as in the header.
-            #[must_use]
             pub fn kind(&self) -> &str {
                 match self {
                     $(Self::$event { .. } => $name,)+
@@ -163,7 +162,6 @@ pub struct AudioFormat {
 
 impl AudioFormat {
     /// Mono, 16 bits, little-endian: the format of speech workers.
-    #[must_use]
     pub const fn mono_16_bit(rate: u32) -> Self {
         Self {
             rate,

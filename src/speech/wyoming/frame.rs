@@ -22,7 +22,6 @@ pub struct Frame {
 
 impl Frame {
     /// A message without fields and payload.
-    #[must_use]
     pub fn new(kind: impl Into<String>) -> Self {
         Self {
             kind: kind.into(),

@@ -29,7 +29,6 @@ pub struct Groups {
 
 impl Groups {
     /// Returns a value without groups, with the reason.
-    #[must_use]
     pub fn none(reason: &str) -> Self {
         Self {
             parent: Err(reason.to_owned()),
@@ -37,7 +36,6 @@ impl Groups {
     }
 
     /// Prepares the supervisor's own group as parent of the workers' groups, if possible.
-    #[must_use]
     pub fn open(roots: &ProbeRoot) -> Self {
         let groups = Self {
             parent: own(roots).and_then(|parent| match parent.version() {
@@ -52,7 +50,6 @@ impl Groups {
     }
 
     /// Returns whether workers would have groups, without changing anything.
-    #[must_use]
     pub fn look(roots: &ProbeRoot) -> Self {
         let parent = own(roots).and_then(|parent| {
             let folder = parent.folder();

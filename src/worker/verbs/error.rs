@@ -65,7 +65,6 @@ pub enum VerbError {
 
 impl VerbError {
     /// Returns the remedy, if known.
-    #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NoGrammar => {

@@ -247,7 +247,6 @@ pub enum SphinxError {
 
 impl SphinxError {
     /// Returns the remedy, if known.
-    #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Library(error) => Some(error.hint()),

@@ -525,13 +525,11 @@ pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
 }
 
 /// Returns the size of a file; zero if it cannot be read.
-#[must_use]
 pub fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
 }
 
 /// Converts a number of layers.
-#[must_use]
 pub fn count(layers: usize) -> u32 {
     u32::try_from(layers).unwrap_or(u32::MAX)
 }

@@ -189,7 +189,6 @@ impl Pool {
     }
 
     /// Compute threads, the caller included.
-    #[must_use]
     pub(crate) const fn threads(&self) -> usize {
         self.threads.len() + 1
     }

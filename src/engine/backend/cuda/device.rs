@@ -159,7 +159,6 @@ impl Device for CudaDevice {
 }
 
 /// The first GPU, or the reason why none computes, for display.
-#[must_use]
 pub fn describe() -> String {
     let driver = match Driver::open() {
         Ok(driver) => driver,
