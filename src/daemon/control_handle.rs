@@ -42,8 +42,7 @@ use cotenant_rpc::{
     supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     v1,
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp, micros};
+use cotenant_units::{Bytes, Timestamp, lock::locked, micros};
 use cotenant_worker::handle::WorkerProcess;
 
 /// Bound of the loop's inbox. An event takes well under a millisecond, so a full inbox indicates a fault elsewhere.

@@ -36,9 +36,7 @@ use cotenant_policy::{
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_threads::{NotDone, blocking};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp, Tokens, micros, millis};
+use cotenant_units::{Bytes, Timestamp, Tokens, causes::in_one_line, lock::locked, micros, millis};
 
 /// Bound of the queue of engine events to the loop.
 const ENGINE_EVENTS: usize = 256;

@@ -44,9 +44,7 @@ use cotenant_speech::{
     worker::SpeechClient,
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
-use cotenant_units::millis;
+use cotenant_units::{causes::in_one_line, lock::locked, millis};
 use cotenant_worker::handle::WorkerState;
 
 /// Retry interval while a worker is starting.

@@ -20,9 +20,7 @@ use cotenant_policy::{
     residency::{EnginePlan, ModelShape},
     speed::Calibration,
 };
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line, lock::locked};
 
 /// Settings of the engine's thread.
 #[derive(Clone, Debug)]

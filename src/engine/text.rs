@@ -19,9 +19,7 @@ use super::{
     tokenizer::{Pieces, Tokenizer, TokenizerError},
 };
 use cotenant_conversation::SamplingWish;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line, lock::locked};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and the engine thread; immutable.
 pub struct TextSide {

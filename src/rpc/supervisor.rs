@@ -15,8 +15,7 @@ use cotenant_policy::{
     lease::{LeaseId, LeaseRequest, Ticket},
     snapshot::Snapshot,
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, lock::locked};
 
 /// The daemon's interface for the services. No method blocks.
 pub trait Supervisor: Send + Sync + 'static {

@@ -28,8 +28,7 @@ use super::{
         write_frame,
     },
 };
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Handler of a server's connections.
 pub trait Service: Send + Sync + 'static {

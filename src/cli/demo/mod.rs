@@ -44,9 +44,7 @@ use cotenant_rpc::v1::{
     operator_service_client::OperatorServiceClient,
 };
 use cotenant_threads::blocking;
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, causes::in_one_line, lock::locked};
 
 /// Size of the chart on the terminal, in characters.
 const CHART_WIDTH: usize = 100;

@@ -49,8 +49,7 @@ use cotenant_speech::{
     },
 };
 use cotenant_telemetry::{Span, SpanKind};
-use cotenant_units::lock::locked;
-use cotenant_units::{Tokens, millis};
+use cotenant_units::{Tokens, lock::locked, millis};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {

@@ -34,9 +34,7 @@ use super::{
     job::{Bounds, Library, Setup},
     process::{self, announced},
 };
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, causes::in_one_line, lock::locked};
 
 /// Slot for one grammar; released on drop.
 #[derive(Debug)]

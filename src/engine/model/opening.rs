@@ -29,8 +29,7 @@ use cotenant_policy::{
     kv_type::KvType,
     residency::{EnginePlan, ModelShape},
 };
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 /// A model file whose header was read, before its weights.
 pub struct Opening {

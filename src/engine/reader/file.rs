@@ -23,8 +23,7 @@ use crate::{
     error::{LoadErrorKind, ReadError},
     gguf::{OpenFile, Part},
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, page};
+use cotenant_units::{Bytes, lock::locked, page};
 
 /// A range of the file with its purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -20,8 +20,7 @@ use cotenant_engine::{
 };
 use cotenant_memory::heap;
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 /// A model under measurement.
 pub struct Bench<'settings> {

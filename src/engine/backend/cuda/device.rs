@@ -24,8 +24,7 @@ use cotenant_policy::{
     compute::{Compute, CudaKernels, CudaMemory, DeviceChoice},
     residency::KvShape,
 };
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// The GPU, after a successful trial.
 #[derive(Clone, Debug)]

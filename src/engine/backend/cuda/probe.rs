@@ -17,8 +17,7 @@ use super::{
     trial::{Speed, refused},
 };
 use crate::{arena::DeviceMemory as _, error::Unavailable};
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Measurements of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -26,8 +26,7 @@ use crate::{
     arena::{Backing, Mapping},
     disk::DiskTimeout,
 };
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// The transfer threads and the buffers that they do not use.
 #[derive(Debug)]
