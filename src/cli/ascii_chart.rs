@@ -7,7 +7,6 @@ impl Chart {
     /// Renders the chart as lines of text, `width` × about `height` characters, with legend and marks below.
     ///
     /// Owners differ by shading; `colour` adds ANSI colours. `│` is a mark, `─` the budget.
-    #[must_use]
     pub(super) fn to_text(&self, width: usize, height: usize, colour: bool) -> String {
         let owners = self.owners();
         let columns = width.saturating_sub(AXIS_WIDTH).max(10);

@@ -33,7 +33,6 @@ pub(super) struct ChartPoint {
 
 impl ChartPoint {
     /// Returns the memory of all owners.
-    #[must_use]
     pub(super) fn total(&self) -> Bytes {
         self.owners
             .values()
@@ -42,7 +41,6 @@ impl ChartPoint {
     }
 
     /// Returns the memory of one owner.
-    #[must_use]
     pub(super) fn of(&self, owner: &str) -> Bytes {
         self.owners.get(owner).copied().unwrap_or(Bytes::ZERO)
     }
@@ -111,7 +109,6 @@ impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for Chart
 
 impl Chart {
     /// Returns owners that hold memory at some time, from the bottom to the top of the stack.
-    #[must_use]
     pub(super) fn owners(&self) -> Vec<&str> {
         let held: BTreeSet<&str> = self
             .points
@@ -133,7 +130,6 @@ impl Chart {
     }
 
     /// Returns the maximum memory of `owner`.
-    #[must_use]
     pub(super) fn peak(&self, owner: &str) -> Bytes {
         self.points
             .iter()
@@ -143,7 +139,6 @@ impl Chart {
     }
 
     /// Returns the first and the last time shown.
-    #[must_use]
     pub(super) fn span(&self) -> (Timestamp, Timestamp) {
         let times = || {
             let points = self.points.iter().map(|point| point.at);
@@ -156,7 +151,6 @@ impl Chart {
     }
 
     /// Returns the top of the scale: the budget, or the highest total if that is larger.
-    #[must_use]
     pub(super) fn most(&self) -> Bytes {
         self.points
             .iter()
@@ -165,7 +159,6 @@ impl Chart {
     }
 
     /// Formats a time as on the chart: `12.3 s`, or `15:04:05`.
-    #[must_use]
     pub(super) fn time(&self, at: Timestamp) -> String {
         let Some(epoch) = self.epoch else {
             return seconds(at);

@@ -56,7 +56,6 @@ pub struct CheckArgs {
 }
 
 /// Prints this machine's capabilities, and the budget that results from the configuration.
-#[must_use]
 pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
     let code = match &args.root {

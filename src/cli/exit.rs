@@ -66,7 +66,6 @@ pub enum CliError {
         /// The failed action: `read `journal.ndjson``.
         act: String,
         /// The cause.
-        #[source]
         source: Option<Box<dyn Error + Send + Sync>>,
         /// The remedy.
         hint: Option<String>,
@@ -148,7 +147,6 @@ impl CliError {
     }
 
     /// Returns the exit code.
-    #[must_use]
     pub fn code(&self) -> u8 {
         match self {
             Self::Connect(error) if refused_certificate(error).is_some() => REFUSED,
@@ -171,7 +169,6 @@ impl CliError {
     }
 
     /// Returns the remedy, if known.
-    #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Connect(error) if refused_certificate(error).is_none() => {
@@ -208,7 +205,6 @@ impl CliError {
     }
 
     /// Prints the error, its causes and the remedy on stderr, as text or as JSON, and returns the exit code.
-    #[must_use]
     pub fn report(&self, as_json: bool) -> ExitCode {
         if as_json && !matches!(self, Self::OutputClosed) {
             eprintln!("{}", self.to_json());
@@ -368,7 +364,6 @@ fn call_hint(status: &Status) -> Option<String> {
 }
 
 /// Escapes control characters that a terminal would interpret, since the text may come from others.
-#[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
     // Characters that change the text direction can hide the content of a line.
     let turns = |char| matches!(char, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

@@ -47,7 +47,7 @@ use cotenant_rpc::v1::{
     ReleaseLeaseRequest, Target, TargetState, hold_lease_response::Message,
     lease_service_client::LeaseServiceClient,
 };
-use cotenant_units::{Bytes, TimeSpan};
+use cotenant_units::{Bytes, TimeSpan, millis};
 use cotenant_worker::{descent::adopt_descendants, orphans};
 
 /// Keeps a lease until interrupted, or until a program that runs under it has ended.
@@ -658,7 +658,7 @@ impl Say {
         let fields = json!({
             "nonce": target.nonce,
             "target_bytes": target.target_bytes,
-            "deadline_in_ms": u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
+            "deadline_in_ms": millis(left),
             "reason": target.reason,
         });
         self.line("target", &text, &fields)

@@ -22,7 +22,7 @@ use cotenant_rpc::{
         WorkerCommand, operator_service_client::OperatorServiceClient,
     },
 };
-use cotenant_units::{Bytes, TimeSpan};
+use cotenant_units::{Bytes, TimeSpan, millis};
 
 /// Takes memory back from the LLM.
 #[derive(Debug, Args)]
@@ -159,7 +159,7 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
 fn loaded(state: EngineState, took: Option<Duration>) -> Value {
     json!({
         "state": state.as_str_name(),
-        "tookMs": took.map(|took| u64::try_from(took.as_millis()).unwrap_or(u64::MAX)),
+        "tookMs": took.map(millis),
     })
 }
 
@@ -247,7 +247,7 @@ pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError>
             let known = json!({
                 "draining": true,
                 "runningAnswers": running,
-                "tookMs": u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+                "tookMs": millis(took),
             });
             return output::write_done(global.output, &message, known);
         }

@@ -49,7 +49,6 @@ pub fn write(text: &str) -> Result<(), CliError> {
 }
 
 /// Formats a count with its noun: `1 fault`, `2 faults`.
-#[must_use]
 pub fn counted(count: usize, noun: &str) -> String {
     match count {
         1 => format!("1 {noun}"),
@@ -65,7 +64,6 @@ fn write_raw(text: &str) -> Result<(), CliError> {
 }
 
 /// Converts keys to the form of proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
-#[must_use]
 pub(super) fn camel_case(value: Value) -> Value {
     match value {
         Value::Object(fields) => fields
@@ -200,7 +198,6 @@ impl Table {
     }
 
     /// Renders the table.
-    #[must_use]
     pub fn render(&self) -> String {
         let name = |column: &Column| match column {
             Column::Text(name) | Column::Figure(name) => (*name).to_owned(),

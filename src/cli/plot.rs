@@ -18,7 +18,7 @@ use super::{
 };
 use cotenant_journal::{self as journal, JournalEntry, Rebuilt};
 use cotenant_policy::{lease::LeaseKind, pressure::PressureLevel, snapshot::Snapshot};
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, micros};
 
 /// Draws memory by owner against the budget, from the journal: what each lease held, and what was unaccounted.
 #[derive(Debug, Args)]
@@ -50,10 +50,7 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     let from = plot
         .since
         .map_or(Duration::ZERO, |since| now.saturating_sub(since));
-    let history = History::of(
-        &entries,
-        u64::try_from(from.as_micros()).unwrap_or(u64::MAX),
-    );
+    let history = History::of(&entries, micros(from));
     if let (Some(last), true) = (entries.last(), history.points.is_empty()) {
         let ago = now
             .saturating_sub(Duration::from_micros(last.unix_us))

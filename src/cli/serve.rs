@@ -40,7 +40,6 @@ const THREADS_BESIDE: usize = 12;
 const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until a signal ends it.
-#[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
     heap::return_early();
     // Files created here or by workers must not be writable by other users, regardless of the inherited umask.

@@ -105,7 +105,6 @@ impl Drop for Process {
 }
 
 /// Returns the configuration keys that place all files of the daemon below this folder.
-#[must_use]
 pub fn places(folder: &Path) -> String {
     let folder = folder.display();
     format!(
@@ -181,7 +180,6 @@ impl Stage {
     }
 
     /// Appends the daemon's last output to a problem.
-    #[must_use]
     pub fn last_words(&self, problem: impl std::fmt::Display) -> String {
         let log = self.log_tail(15);
         format!("{problem}; the daemon's last log lines:\n{log}")

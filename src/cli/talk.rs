@@ -19,6 +19,7 @@ use cotenant_speech::{
         event::{AudioChunk, AudioStart, AudioStop, RunPipeline},
     },
 };
+use cotenant_units::millis;
 
 /// Settings of the verb.
 #[derive(Clone, Debug, clap::Args)]
@@ -206,10 +207,6 @@ pub(super) async fn utter(
     }
     spoken.done_after = ended.elapsed();
     Ok(spoken)
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn milliseconds(time: Option<Duration>) -> String {

@@ -31,7 +31,6 @@ enum WorkerCommand {
 }
 
 /// Runs a worker to its end; prints the reason of a failure on stderr.
-#[must_use]
 pub(super) fn run(arguments: &WorkerArgs) -> ExitCode {
     let result = match &arguments.command {
         WorkerCommand::Asr(options) => run_asr(options),

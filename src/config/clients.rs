@@ -34,7 +34,6 @@ pub struct Secret(String);
 
 impl Secret {
     /// Returns the text itself.
-    #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
     }

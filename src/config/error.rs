@@ -28,20 +28,17 @@ impl LoadError {
     }
 
     /// Path of the file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Reason why it cannot be used.
-    #[must_use]
     pub fn kind(&self) -> &LoadErrorKind {
         &self.kind
     }
 
     /// Returns the complete message as the command line prints it: the failed action, each cause on a line, each hint
     /// once.
-    #[must_use]
     pub fn report(&self) -> String {
         let mut report = format!("error: {self}\n");
         match &self.kind {
@@ -84,7 +81,6 @@ pub enum LoadErrorKind {
 
 impl LoadErrorKind {
     /// Returns the remedies without duplicates, in the order of the faults.
-    #[must_use]
     pub fn hints(&self) -> Vec<String> {
         match self {
             Self::Io(error) if error.kind() == io::ErrorKind::NotFound => vec![
@@ -154,7 +150,6 @@ pub struct Fault {
 
 impl Fault {
     /// A fault without a position.
-    #[must_use]
     pub fn new(path: impl Into<String>, message: impl Into<String>, hint: Option<String>) -> Self {
         Self {
             path: path.into(),

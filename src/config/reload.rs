@@ -21,7 +21,6 @@ use cotenant_policy::{compute::DeviceSettings, event::ChangedKeys, params::Class
 /// assert_eq!((next.log.filter.as_str(), next.log.format), ("debug", running.log.format));
 /// assert_eq!((changes.applied, changes.restart), (vec!["log.filter".to_owned()], vec!["log.format".to_owned()]));
 /// ```
-#[must_use]
 pub fn reloaded(running: &Config, file: &Config) -> (Config, ChangedKeys) {
     let mut merge = Merge::default();
     let config = merge.config(running, file);

@@ -52,7 +52,6 @@ pub struct Config {
 impl Config {
     /// Returns a hash of the settings: the same on every machine, for one version of this program. Comments, the order
     /// of keys and explicit defaults do not change it.
-    #[must_use]
     pub fn hash(&self) -> String {
         format!("{:016x}", fnv1a(&format!("{self:?}")))
     }
@@ -135,7 +134,6 @@ impl BudgetConfig {
     ///
     /// Defaults without a setting: for a machine 8 % of it, at least 128 MiB (an Orin NX with 15 656 MiB uses 1224 MiB
     /// when idle and headless); for a session 32 MiB, twice the supervisor's peak without a model.
-    #[must_use]
     pub fn reserve_of(&self, total: Bytes) -> Bytes {
         self.reserve.unwrap_or_else(|| match self.scope {
             Scope::Machine => total
@@ -322,7 +320,6 @@ pub enum Readiness {
 
 impl Readiness {
     /// Returns whether the sign appears only once, at the start, and cannot be checked later.
-    #[must_use]
     pub const fn is_shown_once(&self) -> bool {
         matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
     }
@@ -479,7 +476,6 @@ pub struct WyomingConfig {
 
 impl Config {
     /// Returns the TCP listeners, each with its setting.
-    #[must_use]
     pub fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let http = self.http.listen.map(|address| ("http.listen", address));
         let grpc = self.grpc.tcp.as_ref().map(|tcp| ("grpc.tcp", tcp.listen));
@@ -495,7 +491,6 @@ impl Config {
     }
 
     /// Returns the listeners that other machines reach without a key, each with its setting.
-    #[must_use]
     pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let keyed = |key: &str| {
             key == "grpc.tcp" || (key == "http.listen" && self.http.keys_file.is_some())
@@ -743,7 +738,6 @@ pub enum Resource {
 
 impl Resource {
     /// Returns its name in the configuration.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::AddressSpace => "address_space",

@@ -55,7 +55,6 @@ pub enum SizeError {
 
 impl SizeError {
     /// Returns the correction.
-    #[must_use]
     pub fn hint(&self) -> String {
         match self {
             Self::Ambiguous { meant, .. } => {

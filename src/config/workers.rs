@@ -169,7 +169,6 @@ fn model(
 
 impl WorkerProtocol {
     /// Returns whether it uses HTTP.
-    #[must_use]
     pub const fn is_http(self) -> bool {
         matches!(
             self,

@@ -90,7 +90,6 @@ pub struct Conversation {
 
 impl Conversation {
     /// Whether an answer may continue the last message: text of the assistant, after other messages.
-    #[must_use]
     pub fn ends_with_words_of_the_model(&self) -> bool {
         let last = self.messages.last().filter(|_| self.messages.len() > 1);
         last.is_some_and(|last| {
@@ -129,7 +128,6 @@ impl Default for Prompt {
 
 impl Prompt {
     /// The messages of a conversation; otherwise empty.
-    #[must_use]
     pub fn messages(&self) -> &[ChatMessage] {
         match self {
             Self::Chat(conversation) => &conversation.messages,
@@ -138,7 +136,6 @@ impl Prompt {
     }
 
     /// The tools of a conversation; otherwise empty.
-    #[must_use]
     pub fn tools(&self) -> &[Value] {
         match self {
             Self::Chat(conversation) => &conversation.tools,
@@ -249,7 +246,6 @@ impl SamplingWish {
     }
 
     /// A random seed of 32 bits, which every client's language can represent.
-    #[must_use]
     pub fn random_seed() -> u64 {
         // The standard library's hash maps use random keys, different for each map.
         RandomState::new().hash_one(0u8) >> 32
@@ -258,7 +254,6 @@ impl SamplingWish {
 
 impl AnswerForm {
     /// Keywords of its schemas that are not enforced, by the containing field: an answer may violate them.
-    #[must_use]
     pub fn let_through(&self, tools: &[Value]) -> BTreeSet<String> {
         let named = |field: &'static str, schema: &Value| {
             let keywords = KeptSchema::of(schema)

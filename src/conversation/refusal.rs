@@ -155,7 +155,6 @@ pub enum Refusal {
 
 impl Refusal {
     /// Delay before a retry of the same request; `None` if a retry is useless.
-    #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::InsufficientMemory { retry_after, .. }
@@ -179,7 +178,6 @@ impl Refusal {
     }
 
     /// The remedy for the caller or the operator; `None` if the message states it.
-    #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         Some(match self {
             Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
@@ -216,7 +214,6 @@ impl Refusal {
 }
 
 /// A value to precede its problem, if present.
-#[must_use]
 pub fn quoted(value: &str) -> String {
     if value.is_empty() {
         String::new()

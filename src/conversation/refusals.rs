@@ -26,7 +26,6 @@ pub enum Passing {
 
 impl Kind {
     /// The table. The match is exhaustive: a new refusal needs its row.
-    #[must_use]
     pub const fn of(refusal: &Refusal) -> Self {
         use Refusal as R;
         let (code, word, status) = match refusal {
@@ -57,7 +56,6 @@ impl Kind {
 
 impl Passing {
     /// Whether an identical request may succeed shortly, so that it waits instead of being refused at once.
-    #[must_use]
     pub const fn of(refusal: &Refusal) -> Self {
         use Refusal as R;
         match refusal {
@@ -74,7 +72,6 @@ impl Passing {
 }
 
 /// The text of a refusal with its remedy, on one line.
-#[must_use]
 pub fn with_hint(refusal: &Refusal) -> String {
     match refusal.hint() {
         Some(hint) => format!("{refusal} (hint: {hint})"),
@@ -83,7 +80,6 @@ pub fn with_hint(refusal: &Refusal) -> String {
 }
 
 /// Refuses an act that the configuration does not enable.
-#[must_use]
 pub fn not_configured(act: &str, what: &str) -> Refusal {
     Refusal::NotConfigured {
         act: act.to_owned(),
@@ -92,7 +88,6 @@ pub fn not_configured(act: &str, what: &str) -> Refusal {
 }
 
 /// Refuses an act because a limit is currently reached.
-#[must_use]
 pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) -> Refusal {
     Refusal::QuotaExceeded {
         act: act.to_owned(),
@@ -103,7 +98,6 @@ pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) ->
 }
 
 /// Refuses an act because no thread can be started.
-#[must_use]
 pub fn no_thread(act: &str, cause: &impl std::fmt::Display) -> Refusal {
     Refusal::NoThread {
         act: act.to_owned(),
@@ -113,7 +107,6 @@ pub fn no_thread(act: &str, cause: &impl std::fmt::Display) -> Refusal {
 }
 
 /// Refuses a request for one of its fields.
-#[must_use]
 pub fn invalid(field: &str, value: impl Into<String>, problem: impl Into<String>) -> Refusal {
     Refusal::Invalid {
         field: field.to_owned(),
@@ -123,7 +116,6 @@ pub fn invalid(field: &str, value: impl Into<String>, problem: impl Into<String>
 }
 
 /// Reports a worker that failed at a request.
-#[must_use]
 pub fn worker_lost(worker: &str, reason: impl Into<String>) -> Refusal {
     Refusal::WorkerLost {
         worker: worker.to_owned(),

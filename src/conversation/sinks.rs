@@ -30,7 +30,6 @@ impl Sinks {
     /// assert_eq!(Sinks::from_wire(64), Some(Sinks::Tokens(Tokens::new(64))));
     /// assert_eq!(Sinks::from_wire(-2), None);
     /// ```
-    #[must_use]
     pub fn from_wire(number: i64) -> Option<Self> {
         match number {
             -1 => Some(Self::Prompt),

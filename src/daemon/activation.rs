@@ -64,7 +64,6 @@ impl PassedSockets {
     /// # Safety
     /// Must be called before this process opens descriptors, because it takes ownership of those named in the
     /// environment.
-    #[must_use]
     pub unsafe fn take() -> Self {
         let mut passed = Self::default();
         match sd_notify::listen_fds_with_names() {

@@ -9,6 +9,7 @@ use std::{
     os::fd::{AsFd, AsRawFd as _},
 };
 
+use nix::errno::Errno;
 use tokio::net::TcpSocket;
 
 /// Listens on an address, whether or not the machine has it now.
@@ -66,11 +67,7 @@ fn bind_freely(socket: &impl AsFd, address: SocketAddr) -> io::Result<()> {
             length,
         )
     };
-    if set == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(Errno::result(set).map(drop)?)
 }
 
 /// Bound of the queue of connections to accept; the runtime's value for its own listeners.

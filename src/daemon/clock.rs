@@ -16,7 +16,6 @@ pub struct MonotonicClock {
 
 impl MonotonicClock {
     /// Starts the clock.
-    #[must_use]
     pub fn start() -> Self {
         Self {
             start: Instant::now(),
@@ -24,7 +23,6 @@ impl MonotonicClock {
     }
 
     /// Returns the time since the start, and the wall-clock time.
-    #[must_use]
     pub(super) fn both(&self) -> (Timestamp, SystemTime) {
         (self.now(), SystemTime::now())
     }

@@ -42,8 +42,7 @@ use cotenant_rpc::{
     supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     v1,
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, lock::locked, micros};
 use cotenant_worker::handle::WorkerProcess;
 
 /// Bound of the loop's inbox. An event takes well under a millisecond, so a full inbox indicates a fault elsewhere.
@@ -91,7 +90,6 @@ pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 impl ControlHandle {
     /// Creates a handle, and the inbox that the loop reads. `continued` holds the ids of earlier runs whose leases
     /// continue, `event_lines` the length of the event log.
-    #[must_use]
     pub fn new(
         boot_id: String,
         continued: Vec<String>,
@@ -212,7 +210,6 @@ impl ControlHandle {
     }
 
     /// Returns the state after the last event.
-    #[must_use]
     pub fn state(&self) -> Arc<Snapshot> {
         self.snapshot.borrow().clone()
     }
@@ -270,7 +267,7 @@ impl ControlHandle {
     }
 
     pub(super) fn beat(&self, now: Timestamp) {
-        let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
+        let at = micros(now.since_start());
         self.beat.store(at, Ordering::Relaxed);
     }
 
@@ -280,7 +277,6 @@ impl ControlHandle {
         self.clock.now().since_start().saturating_sub(beat)
     }
 
-    #[must_use]
     pub(super) const fn clock(&self) -> MonotonicClock {
         self.clock
     }

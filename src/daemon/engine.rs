@@ -4,7 +4,7 @@ use std::{
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -36,9 +36,7 @@ use cotenant_policy::{
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_threads::{NotDone, blocking};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp, Tokens};
+use cotenant_units::{Bytes, Timestamp, Tokens, causes::in_one_line, lock::locked, micros, millis};
 
 /// Bound of the queue of engine events to the loop.
 const ENGINE_EVENTS: usize = 256;
@@ -50,16 +48,13 @@ pub(super) type Starter =
 /// Access to the current engine: after a breakdown, the next load replaces it.
 #[derive(Clone)]
 pub(super) struct CurrentEngine {
-    handle: Arc<RwLock<EngineHandle>>,
+    handle: Arc<Mutex<EngineHandle>>,
     weights: Arc<Mutex<Option<Weights>>>,
 }
 
 impl CurrentEngine {
     pub(super) fn handle(&self) -> EngineHandle {
-        self.handle
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        locked(&self.handle).clone()
     }
 
     /// Returns the weights according to the model's header, once it has been read.
@@ -68,7 +63,7 @@ impl CurrentEngine {
     }
 
     fn replace(&self, handle: EngineHandle) {
-        *self.handle.write().unwrap_or_else(PoisonError::into_inner) = handle;
+        *locked(&self.handle) = handle;
     }
 }
 
@@ -80,7 +75,7 @@ pub(super) struct Inspector {
     expected: Expected,
     weights: Arc<Mutex<Option<Weights>>>,
     /// The file when last read; `None` if it was missing.
-    tried: Arc<RwLock<Option<Identity>>>,
+    tried: Arc<Mutex<Option<Identity>>>,
 }
 
 impl Inspector {
@@ -89,10 +84,10 @@ impl Inspector {
         let (vocabulary, compute) = (sayable(llm), compute(llm));
         let weights = Arc::new(Mutex::new(None));
         let known = Arc::clone(&weights);
-        let tried = Arc::<RwLock<Option<Identity>>>::default();
+        let tried = Arc::<Mutex<Option<Identity>>>::default();
         let begun = Arc::clone(&tried);
         let inspect = move || {
-            *begun.write().unwrap_or_else(PoisonError::into_inner) = identity(&path);
+            *locked(&begun) = identity(&path);
             let Inspected {
                 mut shape,
                 unused,
@@ -199,12 +194,7 @@ async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
         let failed = inspector.control.state().engine.state == EngineState::Failed;
         let now = identity(&path);
         // Compared with the file as read, not as of the first look after the failure.
-        let changed = now.is_some()
-            && now
-                != *inspector
-                    .tried
-                    .read()
-                    .unwrap_or_else(PoisonError::into_inner);
+        let changed = now.is_some() && now != *locked(&inspector.tried);
         if failed && changed && now == seen {
             tracing::info!(path = %path.display(), "the model's file has changed: reading it again");
             inspector.begin();
@@ -270,7 +260,7 @@ impl EngineDriver {
         );
         Ok(Self {
             current: CurrentEngine {
-                handle: Arc::new(RwLock::new(engine.handle())),
+                handle: Arc::new(Mutex::new(engine.handle())),
                 weights: Arc::clone(&inspector.weights),
             },
             start,
@@ -521,13 +511,12 @@ fn idle_conversation(kept: &Kept) -> IdleConversation {
     IdleConversation {
         capacity: kept.alone,
         tokens: kept.lost,
-        idle_ms: u64::try_from(kept.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+        idle_ms: millis(kept.since.elapsed()),
         superseded: kept.is_superseded,
     }
 }
 
 fn timing(usage: Usage, prompt_took: Duration, took: Duration) -> Timing {
-    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let without = |all: Tokens, some: u32| Tokens::new(all.get().saturating_sub(some));
     Timing {
         prompt_tokens: without(usage.prompt_tokens, usage.cached_tokens.get()),

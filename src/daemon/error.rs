@@ -21,7 +21,6 @@ pub enum RunError {
         /// The folder.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// Other users could replace the daemon's files.
@@ -42,7 +41,6 @@ pub enum RunError {
         /// Required number.
         wanted: usize,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The state of the machine cannot be read.
@@ -75,14 +73,12 @@ pub enum RunError {
         /// Key and address: `http.listen: 127.0.0.1:8410`.
         listener: String,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// A gRPC socket cannot be opened.
     #[error("cannot open gRPC")]
     Socket {
         /// The cause.
-        #[source]
         source: BindError,
     },
     /// Another supervisor runs with the same folder.
@@ -99,21 +95,18 @@ pub enum RunError {
         /// The file.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The state for the next run cannot be written.
     #[error("cannot write the ledger of this run")]
     Book {
         /// The cause.
-        #[source]
         source: BookError,
     },
     /// The journal cannot be written.
     #[error("cannot write the journal")]
     Journal {
         /// The cause.
-        #[source]
         source: JournalError,
     },
     /// Signals or threads cannot be set up.
@@ -122,7 +115,6 @@ pub enum RunError {
         /// Description of the object.
         what: &'static str,
         /// The cause.
-        #[source]
         source: io::Error,
     },
 }
@@ -147,7 +139,6 @@ impl RunError {
     }
 
     /// Returns the remedy, if known.
-    #[must_use]
     pub fn hint(&self) -> Option<String> {
         if let Some(hint) = full(self) {
             return Some(hint.to_owned());

@@ -6,13 +6,15 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::{
-        fd::AsRawFd as _,
-        unix::fs::{FileExt as _, OpenOptionsExt as _},
-    },
+    os::unix::fs::{FileExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, fcntl},
 };
 
 use super::error::RunError;
@@ -268,13 +270,10 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
         l_len: 0,
         l_pid: 0,
     };
-    // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } != 0 {
-        let error = io::Error::last_os_error();
-        return match error.raw_os_error() {
-            Some(libc::EAGAIN | libc::EACCES) => Ok(None),
-            _ => Err(error),
-        };
+    match fcntl(&file, FcntlArg::F_OFD_SETLK(&wanted)) {
+        Ok(_) => {}
+        Err(Errno::EAGAIN | Errno::EACCES) => return Ok(None),
+        Err(error) => return Err(error.into()),
     }
     let owner = format!(
         "{} {}\n",

@@ -36,8 +36,7 @@ use cotenant_rpc::{
 };
 use cotenant_telemetry::{Metrics, Span, SpanContext, SpanKind, Tracer};
 use cotenant_threads::{NotDone, blocking};
-use cotenant_units::Tokens;
-use cotenant_units::causes::in_one_line;
+use cotenant_units::{Tokens, causes::in_one_line, millis};
 
 /// Retry interval for conditions that last as long as an answer or a load.
 pub(super) const RETRY_SOON: Duration = Duration::from_secs(1);
@@ -671,8 +670,4 @@ fn too_late(generated: Tokens, time_left: Option<Duration>, admitted: Instant) -
         expected_ms: millis(admitted.elapsed()),
         retry_after: RETRY_SOON,
     }
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -32,8 +32,7 @@ use cotenant_policy::{event::Event, lease::LeaseView, params::ENGINE_TENANT};
 use cotenant_probe::{ProbeRoot, nvmap};
 use cotenant_telemetry::Metrics;
 use cotenant_threads::blocking;
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, lock::locked};
 use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
 
 #[derive(Clone)]

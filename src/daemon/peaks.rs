@@ -53,13 +53,11 @@ enum PeaksErrorKind {
 
 impl PeaksError {
     /// Returns whether the file exists, but is not readable for this user.
-    #[must_use]
     pub fn is_denied(&self) -> bool {
         matches!(&self.kind, PeaksErrorKind::Read(error) if error.kind() == io::ErrorKind::PermissionDenied)
     }
 
     /// Returns the remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         "remove the file to start over; otherwise the next peak that is learned replaces it"
     }

@@ -1,7 +1,7 @@
 //! State of the HTTP status endpoints.
 
 use std::{
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, Mutex},
     time::{Duration, SystemTime},
 };
 
@@ -15,7 +15,7 @@ use cotenant_policy::snapshot::Snapshot;
 use cotenant_probe::{ProbeRoot, board::Board};
 use cotenant_rpc::json;
 use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, NodeInfo, Tracer};
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, lock::locked};
 
 /// State, metrics and names shown over HTTP.
 pub(super) struct Status {
@@ -27,7 +27,7 @@ pub(super) struct Status {
     /// Start time in seconds since 1970.
     created: u64,
     board: Board,
-    names: RwLock<Names>,
+    names: Mutex<Names>,
 }
 
 struct Names {
@@ -57,7 +57,7 @@ impl Status {
             tracer,
             created,
             board: Board::read(&ProbeRoot::default()),
-            names: RwLock::new(Names::of(config, created)),
+            names: Mutex::new(Names::of(config, created)),
         };
         status.identify(config);
         status
@@ -65,8 +65,7 @@ impl Status {
 
     /// Applies names and identity of a changed configuration.
     pub(super) fn reconfigure(&self, config: &Config) {
-        *self.names.write().unwrap_or_else(PoisonError::into_inner) =
-            Names::of(config, self.created);
+        *locked(&self.names) = Names::of(config, self.created);
         self.identify(config);
     }
 
@@ -79,13 +78,9 @@ impl Status {
                 .board
                 .l4t
                 .map_or_else(String::new, |l4t| l4t.to_string()),
-            model: self.names().llm.clone(),
+            model: locked(&self.names).llm.clone(),
             config_hash: config.hash(),
         });
-    }
-
-    fn names(&self) -> RwLockReadGuard<'_, Names> {
-        self.names.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -194,8 +189,11 @@ impl StatusBackend for Status {
                 experts_read: experts.read,
             };
             let capacity = snapshot.plan.as_ref().map(|plan| plan.kv_capacity);
-            self.metrics
-                .set_llm(&self.names().llm, &load, capacity.unwrap_or_default());
+            self.metrics.set_llm(
+                &locked(&self.names).llm,
+                &load,
+                capacity.unwrap_or_default(),
+            );
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
                 self.metrics
                     .set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));
@@ -221,7 +219,7 @@ impl StatusBackend for Status {
     }
 
     fn models(&self) -> Vec<ModelInfo> {
-        let mut models = self.names().models.clone();
+        let mut models = locked(&self.names).models.clone();
         let weights = self.engine.as_ref().and_then(CurrentEngine::weights);
         models
             .iter_mut()
@@ -235,7 +233,7 @@ impl StatusBackend for Status {
     }
 
     fn voices(&self) -> Vec<Voice> {
-        self.names().voices.clone()
+        locked(&self.names).voices.clone()
     }
 }
 

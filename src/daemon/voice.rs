@@ -44,8 +44,7 @@ use cotenant_speech::{
     worker::SpeechClient,
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{causes::in_one_line, lock::locked, millis};
 use cotenant_worker::handle::WorkerState;
 
 /// Retry interval while a worker is starting.
@@ -354,10 +353,6 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
 
 fn spoken(text: &str) -> Duration {
     SPOKEN_CHARACTER.saturating_mul(u32::try_from(text.chars().count().max(1)).unwrap_or(u32::MAX))
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Returns whether two tags have the same language, such as `en` and `en-GB`.

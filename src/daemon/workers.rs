@@ -22,8 +22,7 @@ use cotenant_policy::{
 };
 use cotenant_probe::ProbeRoot;
 use cotenant_rpc::supervisor::Supervisor as _;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{causes::in_one_line, lock::locked};
 use cotenant_worker::{
     adopt::Survivor,
     confine::Groups,

@@ -126,10 +126,32 @@ struct Opener {
     any_name: bool,
 }
 
+impl Opener {
+    /// Calls of any function follow.
+    const fn of_any(tag: &'static str) -> Self {
+        Self {
+            tag,
+            keep: 0,
+            any_name: true,
+        }
+    }
+
+    /// Calls of declared functions follow.
+    const fn of_declared(tag: &'static str) -> Self {
+        Self {
+            any_name: false,
+            ..Self::of_any(tag)
+        }
+    }
+
+    const fn keeping(self, keep: usize) -> Self {
+        Self { keep, ..self }
+    }
+}
+
 impl AnswerReader {
     /// A reader at the beginning of an answer to a conversation with these tools; everything is text until a style is
     /// set.
-    #[must_use]
     pub fn new(tools: &[Value]) -> Self {
         Self::with(Functions::of(tools))
     }
@@ -250,10 +272,9 @@ impl AnswerReader {
                     self.held.drain(..lead + tags.begin.len());
                     self.state = State::Thinking(tags);
                 } else if let Some(format) = self.style.tools {
-                    self.state = State::Call(Opener {
-                        tag: "",
-                        keep: 0,
-                        any_name: format == ToolFormat::Bare,
+                    self.state = State::Call(match format {
+                        ToolFormat::Bare => Opener::of_any(""),
+                        _ => Opener::of_declared(""),
                     });
                 } else {
                     // Without preceding thoughts, leading white space belongs to the answer.
@@ -593,98 +614,26 @@ const CALL_TAGS: [&str; 23] = [
 ];
 
 const OPENERS: [Opener; 18] = [
-    Opener {
-        tag: "<tool_call>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<|tool_call|>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<|tool_call_start|>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<|python_tag|>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "[TOOL_CALLS]",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<function_call>",
-        keep: 0,
-        any_name: false,
-    },
-    Opener {
-        tag: "<tools>",
-        keep: 0,
-        any_name: false,
-    },
-    Opener {
-        tag: "<function=",
-        keep: "<function=".len(),
-        any_name: false,
-    },
+    Opener::of_any("<tool_call>"),
+    Opener::of_any("<|tool_call|>"),
+    Opener::of_any("<|tool_call_start|>"),
+    Opener::of_any("<|python_tag|>"),
+    Opener::of_any("[TOOL_CALLS]"),
+    Opener::of_declared("<function_call>"),
+    Opener::of_declared("<tools>"),
+    Opener::of_declared("<function=").keeping("<function=".len()),
     // Gemma 4, FunctionGemma, Nemotron, Command R, DeepSeek's distillates, Functionary.
-    Opener {
-        tag: "<|tool_call>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<start_function_call>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<TOOLCALL>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<|START_ACTION|>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: "<｜tool▁calls▁begin｜>",
-        keep: 0,
-        any_name: true,
-    },
-    Opener {
-        tag: calls::DEEPSEEK,
-        keep: calls::DEEPSEEK.len(),
-        any_name: true,
-    },
-    Opener {
-        tag: ">>>",
-        keep: 0,
-        any_name: false,
-    },
+    Opener::of_any("<|tool_call>"),
+    Opener::of_any("<start_function_call>"),
+    Opener::of_any("<TOOLCALL>"),
+    Opener::of_any("<|START_ACTION|>"),
+    Opener::of_any("<｜tool▁calls▁begin｜>"),
+    Opener::of_any(calls::DEEPSEEK).keeping(calls::DEEPSEEK.len()),
+    Opener::of_declared(">>>"),
     // Phi 4 mini.
-    Opener {
-        tag: "functools[",
-        keep: 1,
-        any_name: false,
-    },
-    Opener {
-        tag: FENCE,
-        keep: 0,
-        any_name: false,
-    },
-    Opener {
-        tag: "\n{",
-        keep: 1,
-        any_name: false,
-    },
+    Opener::of_declared("functools[").keeping(1),
+    Opener::of_declared(FENCE),
+    Opener::of_declared("\n{").keeping(1),
 ];
 
 #[cfg(test)]

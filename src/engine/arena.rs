@@ -14,7 +14,10 @@ use std::{
     sync::atomic::{AtomicU8, Ordering},
 };
 
-use nix::sys::mman::{self, MapFlags, ProtFlags};
+use nix::{
+    errno::Errno,
+    sys::mman::{self, MapFlags, ProtFlags},
+};
 
 use cotenant_units::{Bytes, page};
 
@@ -81,13 +84,11 @@ impl Mapping {
     }
 
     /// Length in bytes: whole pages.
-    #[must_use]
     pub const fn bytes(&self) -> Bytes {
         Bytes::of_len(self.len)
     }
 
     /// The address of `len` bytes from `offset`, or `None` unless all are inside.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         let end = offset.checked_add(len)?;
         if end > self.len {
@@ -105,7 +106,6 @@ impl Mapping {
     }
 
     /// Resident size by `mincore`; zero if the call fails.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.resident_in(0, self.len)
     }
@@ -155,11 +155,7 @@ impl Mapping {
         let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a part of our own mapping; none of the advices used here changes its contents.
         let result = unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        Ok(Errno::result(result).map(drop)?)
     }
 
     /// Populates all of it; no byte may be in use yet.
@@ -276,7 +272,6 @@ impl SharedMapping {
     }
 
     /// Length in bytes: whole pages.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         match (&self.host, &self.device) {
             (Some(host), _) => host.bytes(),
@@ -286,7 +281,6 @@ impl SharedMapping {
     }
 
     /// As [`Mapping::range`]; `None` for memory of a device.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         self.host.as_ref()?.range(offset, len)
     }
@@ -302,7 +296,6 @@ impl SharedMapping {
     }
 
     /// Length including its staging memory.
-    #[must_use]
     pub fn held(&self) -> Bytes {
         let staging = self.device().and_then(DeviceMemory::staging);
         self.bytes()
@@ -310,7 +303,6 @@ impl SharedMapping {
     }
 
     /// As [`Mapping::resident`]; memory of a device counts in full.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         match (&self.host, &self.device) {
             (Some(host), None) => host.resident(),
@@ -387,9 +379,7 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
                 flags.as_mut_ptr().cast(),
             )
         };
-        if result != 0 {
-            return None;
-        }
+        Errno::result(result).ok()?;
         pages += flags
             .iter()
             .take(count)
@@ -401,14 +391,12 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
 }
 
 /// Resident set of this process from `/proc/self/statm`; zero if unreadable.
-#[must_use]
 pub fn process_resident() -> Bytes {
     page().saturating_mul(number_of_statm(1).unwrap_or(0))
 }
 
 /// File-backed pages within [`process_resident`]: text and constants of the program and its libraries, which the page
 /// cache shares among all processes.
-#[must_use]
 pub fn process_file_resident() -> Bytes {
     page().saturating_mul(number_of_statm(2).unwrap_or(0))
 }

@@ -33,7 +33,6 @@ pub struct Breakdown {
 
 impl Breakdown {
     /// Held memory that is resident.
-    #[must_use]
     pub const fn used(&self) -> Bytes {
         self.total.saturating_sub(self.kv_untouched)
     }

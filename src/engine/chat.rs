@@ -56,7 +56,6 @@ pub struct Rendered {
 impl ChatTemplate {
     /// The template of a model file; ChatML if it has none and its vocabulary has ChatML's tokens. For a file without a
     /// usable template only `render` fails, because text without roles can still be continued.
-    #[must_use]
     pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Self {
         let text_of = |key: &str| {
             let token = usize::try_from(header.u32(key)?).ok()?;
@@ -92,7 +91,6 @@ impl ChatTemplate {
     }
 
     /// Format of the model's tool calls.
-    #[must_use]
     pub const fn tool_format(&self) -> ToolFormat {
         self.format
     }
@@ -430,7 +428,6 @@ fn contains(value: &Value, is: &impl Fn(&str) -> bool) -> bool {
 
 /// Why a conversation cannot be rendered.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ChatError {
     /// The template is not valid Jinja.
     #[error("cannot compile the model's chat template: {message}")]

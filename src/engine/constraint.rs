@@ -23,8 +23,7 @@ use super::{
     tool_format::{self, ToolFormat},
 };
 use cotenant_conversation::AnswerForm;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 /// Field of the request that set a form, and its shortened value.
 pub(super) fn place(form: &AnswerForm) -> (String, String) {

@@ -5,13 +5,14 @@ use std::{
     fs::File,
     hash::{DefaultHasher, Hasher as _},
     io::{self, Read},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, Weak},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use super::arena::SharedMapping;
 use cotenant_units::Bytes;
+use cotenant_units::lock::{locked, waited_for};
 
 /// Time within which a disk must deliver data: the single limit of all reads of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,7 +36,6 @@ pub struct Stalled {
 
 impl DiskTimeout {
     /// A limit of this duration.
-    #[must_use]
     pub const fn new(limit: Duration) -> Self {
         Self(limit)
     }
@@ -154,7 +154,7 @@ impl DiskWatch {
     /// The error of `ask`, or that the caller has stopped waiting.
     pub fn asking(&self, what: &str, ask: impl FnOnce() -> io::Result<usize>) -> io::Result<usize> {
         {
-            let mut state = self.shared.lock();
+            let mut state = locked(&self.shared.state);
             if state.given_up {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -165,7 +165,7 @@ impl DiskWatch {
             hindrance(what);
         }
         let brought = ask();
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         state.asks = None;
         state.brought += *brought.as_ref().unwrap_or(&0) as u64;
         brought
@@ -253,7 +253,7 @@ impl<T: Send + 'static> WatchedWork<T> {
     /// work fail.
     pub fn wait(self, limit: DiskTimeout) -> Result<T, (Stalled, Retained)> {
         let shared = &self.watch.shared;
-        let mut state = shared.lock();
+        let mut state = locked(&shared.state);
         while !state.ended {
             let left = match &state.asks {
                 None => limit.0,
@@ -274,11 +274,7 @@ impl<T: Send + 'static> WatchedWork<T> {
                 },
             };
             // The next access may begin right after this check.
-            let (next, _) = shared
-                .ended
-                .wait_timeout(state, left.max(LOOK_LEAST))
-                .unwrap_or_else(PoisonError::into_inner);
-            state = next;
+            state = waited_for(&shared.ended, state, left.max(LOOK_LEAST)).0;
         }
         drop(state);
         Ok(self
@@ -290,7 +286,6 @@ impl<T: Send + 'static> WatchedWork<T> {
 
 impl Retained {
     /// Memory that reads hanging since then may keep.
-    #[must_use]
     pub fn of(memory: impl IntoIterator<Item = Weak<SharedMapping>>, since: Instant) -> Self {
         let mut left = Self {
             since: Some(since),
@@ -334,44 +329,37 @@ impl Retained {
     }
 
     /// Whether reads still keep anything.
-    #[must_use]
     pub fn hangs(&self) -> bool {
         self.memory.iter().any(|memory| memory.strong_count() > 0) || self.works().next().is_some()
     }
 
     /// Duration of the hang.
-    #[must_use]
     pub fn hung(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Bytes kept.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         let memory: Bytes = self.memory().map(|memory| memory.held()).sum();
         self.works()
-            .map(|work| Bytes::new(work.lock().brought).saturating_add(THREAD))
+            .map(|work| Bytes::new(locked(&work.state).brought).saturating_add(THREAD))
             .fold(memory, Bytes::saturating_add)
     }
 
     fn works(&self) -> impl Iterator<Item = Arc<Shared>> {
         let work = self.work.iter().filter_map(Weak::upgrade);
-        work.filter(|work| !work.lock().ended)
+        work.filter(|work| !locked(&work.state).ended)
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Shared {}
 
 /// Signals the end of the work.
 struct End<'work>(&'work Shared);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = locked(&self.0.state);
         state.asks = None;
         state.ended = true;
         drop(state);
@@ -426,7 +414,7 @@ mod tests {
         let shared = Arc::clone(&work.watch.shared);
         let ends = thread::spawn(move || {
             yield_while(|| began.elapsed() < SHORT.0 * 50);
-            assert!(!shared.lock().ended);
+            assert!(!locked(&shared.state).ended);
             computes.store(false, Ordering::Release);
         });
         work.wait(SHORT).unwrap();

@@ -21,9 +21,10 @@ pub struct DeviceError {
 
 impl DeviceError {
     /// With a reason that reads well after a colon.
-    #[must_use]
-    pub const fn new(reason: String) -> Self {
-        Self { reason }
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+        }
     }
 }
 
@@ -44,7 +45,6 @@ impl Unavailable {
     }
 
     /// The remedy.
-    #[must_use]
     pub const fn remedy(&self) -> &'static str {
         self.remedy
     }
@@ -62,7 +62,6 @@ pub struct LoadError {
 
 impl LoadError {
     /// An error of the file at `path`.
-    #[must_use]
     pub fn new(path: &Path, kind: LoadErrorKind) -> Self {
         Self {
             path: path.to_owned(),
@@ -86,19 +85,16 @@ impl LoadError {
     }
 
     /// The fault.
-    #[must_use]
     pub const fn kind(&self) -> &LoadErrorKind {
         &self.kind
     }
 
     /// Condition for loading it again.
-    #[must_use]
     pub fn cure(&self) -> Cure {
         self.kind.cure()
     }
 
     /// The remedy, if there is one.
-    #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         self.kind.hint()
     }
@@ -106,7 +102,6 @@ impl LoadError {
 
 /// Reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LoadErrorKind {
     /// Its memory cannot be allocated.
     #[error("cannot map {bytes} for {what}")]
@@ -116,7 +111,6 @@ pub enum LoadErrorKind {
         /// Requested size.
         bytes: Bytes,
         /// Error of the kernel.
-        #[source]
         source: io::Error,
     },
     /// A text meant to choose a vocabulary.
@@ -222,7 +216,6 @@ pub enum LoadErrorKind {
         /// The part.
         path: PathBuf,
         /// Its fault.
-        #[source]
         source: Box<Self>,
     },
     /// The first part of several, with a name from which the names of the others do not follow.
@@ -352,7 +345,6 @@ impl From<ReadError> for LoadErrorKind {
 impl LoadErrorKind {
     /// Condition for loading the model again: time, if a read failed or the system lacked a resource; otherwise a
     /// changed file.
-    #[must_use]
     pub fn cure(&self) -> Cure {
         use io::ErrorKind as Kind;
         match self {
@@ -385,7 +377,6 @@ impl LoadErrorKind {
     }
 
     /// The remedy, if there is one.
-    #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
@@ -510,7 +501,6 @@ pub struct ReadError {
 /// Except for errors found before any computation ([`Self::KvFull`], [`Self::NoTokens`], [`Self::Token`],
 /// [`Self::ContextFull`]) the sequence is lost, and the model needs [`reset`](super::Model::reset).
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ForwardError {
     /// More tokens or results in one pass than the buffers hold.
     #[error("cannot compute {tokens} tokens in one pass: there are buffers for {limit}")]
@@ -578,7 +568,6 @@ pub enum ForwardError {
 impl ForwardError {
     /// Condition for loading the model again, for errors that end the engine: the device has failed, or the weights
     /// cannot be read or belong to another model by now.
-    #[must_use]
     pub const fn cure(&self) -> Option<Cure> {
         match self {
             Self::Device(_) => Some(Cure::Reload),
@@ -590,7 +579,6 @@ impl ForwardError {
 
 impl ApplyError {
     /// As [`ForwardError::cure`].
-    #[must_use]
     pub const fn cure(&self) -> Option<Cure> {
         match self {
             Self::Device(_) => Some(Cure::Reload),
@@ -606,7 +594,6 @@ pub(super) const NOT_FINITE_REMEDY: &str =
 
 /// A plan that was not applied as a whole; [`Model::plan`](super::Model::plan) returns the plan in force.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ApplyError {
     /// The kernel refused memory.
     #[error("cannot map {bytes} for {what}")]
@@ -616,7 +603,6 @@ pub enum ApplyError {
         /// Requested size.
         bytes: Bytes,
         /// Error of the kernel.
-        #[source]
         source: io::Error,
     },
     /// A prefill chunk of no tokens.

@@ -36,13 +36,11 @@ pub struct RequestId(u64);
 
 impl RequestId {
     /// A name as given.
-    #[must_use]
     pub const fn new(id: u64) -> Self {
         Self(id)
     }
 
     /// As a plain number.
-    #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
@@ -89,7 +87,6 @@ pub struct GenerateRequest {
 
 impl GenerateRequest {
     /// A request with greedy sampling, no stop strings, limits, deadline or form, and a context that is never dropped.
-    #[must_use]
     pub const fn new(id: RequestId, prompt: Prompt) -> Self {
         Self {
             id,
@@ -154,7 +151,6 @@ pub enum FinishReason {
 
 impl FinishReason {
     /// Whether the model did not finish by itself.
-    #[must_use]
     pub const fn is_cut(self) -> bool {
         !matches!(self, Self::Stop | Self::StopText(_))
     }

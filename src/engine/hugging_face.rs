@@ -112,7 +112,6 @@ pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, Loa
 
 /// The tensors of `*.safetensors` next to `config`, grouped by purpose, from their headers. Unreadable files, and
 /// headers that list more than the file contains, are skipped.
-#[must_use]
 pub fn safetensors_beside(config: &Path) -> Vec<TensorGroup> {
     let folder = config.parent().unwrap_or(Path::new("."));
     let folder = if folder.as_os_str().is_empty() {

@@ -280,13 +280,11 @@ impl KvCache {
     }
 
     /// Returns the working area as the operand of an operation.
-    #[must_use]
     pub(super) fn cells_aside(&self) -> Option<Cells<'_>> {
         self.aside.as_ref().map(Store::cells)
     }
 
     /// Memory of the working area.
-    #[must_use]
     pub fn aside(&self) -> Bytes {
         self.aside.as_ref().map_or(Bytes::ZERO, Store::bytes)
     }
@@ -403,7 +401,6 @@ impl KvCache {
     }
 
     /// Memory of all copies.
-    #[must_use]
     pub fn copied(&self) -> Bytes {
         self.whole.copied()
     }
@@ -460,7 +457,6 @@ impl KvCache {
     }
 
     /// Returns the cache as the operand of an operation on a parked sequence.
-    #[must_use]
     pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {
         self.whole.cells_of(number)
     }
@@ -487,7 +483,6 @@ impl KvCache {
     }
 
     /// Memory of blocks that only parked sequences use.
-    #[must_use]
     pub fn parked(&self) -> Bytes {
         self.whole.parked()
     }
@@ -522,49 +517,41 @@ impl KvCache {
     }
 
     /// KV type of all blocks.
-    #[must_use]
     pub const fn kind(&self) -> KvType {
         self.whole.kind()
     }
 
     /// Capacity in tokens.
-    #[must_use]
     pub fn capacity(&self) -> Tokens {
         self.tokens_of(self.whole.blocks())
     }
 
     /// Capacity of a plan of `capacity` tokens while `used` tokens are held.
-    #[must_use]
     pub fn planned(&self, capacity: Tokens, used: u32) -> Tokens {
         self.tokens_of(self.blocks_wanted(capacity, used))
     }
 
     /// Leased memory: all blocks, touched or not.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.stores().map(Store::bytes).sum()
     }
 
     /// Leased memory that was never touched, and is therefore not in memory.
-    #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.stores().map(Store::untouched).sum()
     }
 
     /// Leased memory that the kernel has populated.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.stores().map(Store::resident).sum()
     }
 
     /// Shape of the cache.
-    #[must_use]
     pub const fn shape(&self) -> &KvShape {
         &self.shape
     }
 
     /// Returns the cache as the operand of a layer's operation.
-    #[must_use]
     pub fn cells(&self, is_windowed: bool) -> Cells<'_> {
         self.windows
             .as_ref()

@@ -6,7 +6,7 @@ use std::{
     collections::VecDeque,
     fmt,
     path::Path,
-    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -29,6 +29,7 @@ use super::{
 };
 use cotenant_conversation::{Prompt, SamplingWish};
 use cotenant_policy::{lease::Class, residency::EnginePlan};
+use cotenant_units::lock::{locked, waited, waited_for};
 use cotenant_units::{Bytes, Tokens};
 
 /// Handle for commands and requests. Cheap to clone; all methods but [`Self::form_place`] return at once.
@@ -86,7 +87,6 @@ impl EngineHandle {
     }
 
     /// The chat template of the model; `None` while no model is ready.
-    #[must_use]
     pub fn template(&self) -> Option<String> {
         self.shared
             .text()
@@ -95,7 +95,6 @@ impl EngineHandle {
     }
 
     /// Sampling settings recommended by the model's file; none while no model is ready.
-    #[must_use]
     pub fn recommended_sampling(&self) -> SamplingWish {
         self.shared
             .text()
@@ -211,13 +210,11 @@ impl EngineHandle {
     }
 
     /// Bytes read and total of the load in progress; `None` while nothing is loading.
-    #[must_use]
     pub fn loading(&self) -> Option<(Bytes, Bytes)> {
         self.shared.progress.figures()
     }
 
     /// Waiting requests, in the order of service.
-    #[must_use]
     pub fn waiting(&self) -> Vec<WaitingRequest> {
         let mailbox = self.shared.lock();
         let waiting = mailbox.queue.iter().map(|queued| WaitingRequest {
@@ -231,7 +228,6 @@ impl EngineHandle {
     }
 
     /// The current state of the engine.
-    #[must_use]
     pub fn snapshot(&self) -> EngineSnapshot {
         self.shared.state.borrow().clone()
     }
@@ -422,20 +418,14 @@ impl Shared {
                 return Work::Exit;
             }
             let Some(patience) = patience else {
-                mailbox = self
-                    .wake
-                    .wait(mailbox)
-                    .unwrap_or_else(PoisonError::into_inner);
+                mailbox = waited(&self.wake, mailbox);
                 continue;
             };
-            let (again, waited) = self
-                .wake
-                .wait_timeout(mailbox, patience)
-                .unwrap_or_else(PoisonError::into_inner);
-            if waited.timed_out() {
+            let timed_out;
+            (mailbox, timed_out) = waited_for(&self.wake, mailbox, patience);
+            if timed_out {
                 return Work::Poll;
             }
-            mailbox = again;
         }
     }
 
@@ -552,7 +542,7 @@ impl Shared {
 
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
         // No code that can panic runs under the lock; even if poisoned, its plain lists are consistent.
-        self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.mailbox)
     }
 }
 

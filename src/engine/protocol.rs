@@ -2,7 +2,7 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -20,8 +20,7 @@ use cotenant_policy::{
     residency::{EnginePlan, ModelShape},
     speed::Calibration,
 };
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line, lock::locked};
 
 /// Settings of the engine's thread.
 #[derive(Clone, Debug)]
@@ -231,7 +230,6 @@ pub enum EnginePhase {
 
 impl EnginePhase {
     /// A single word for messages.
-    #[must_use]
     pub const fn word(&self) -> &'static str {
         match self {
             Self::Draining => "draining",
@@ -342,7 +340,6 @@ pub struct EngineSnapshot {
 
 impl EngineSnapshot {
     /// Estimated time until an answer begins: the requests before it in the queue, and its own prompt.
-    #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
         let together = self.answers_max.max(1);
         // It starts concurrently with the running ones.
@@ -411,12 +408,12 @@ pub struct Expected(Arc<Mutex<Option<ModelShape>>>);
 impl Expected {
     /// Sets the expected model.
     pub fn set(&self, shape: Option<ModelShape>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = shape;
+        *locked(&self.0) = shape;
     }
 
     /// Whether `found` is the expected model, regardless of names.
     pub(super) fn is(&self, found: &ModelShape) -> bool {
-        let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let expected = locked(&self.0);
         expected.as_ref().is_none_or(|expected| {
             let named = ModelShape {
                 name: found.name.clone(),

@@ -67,13 +67,11 @@ impl Reserve {
     }
 
     /// Resident size of the open part.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.space.resident_in(0, self.open)
     }
 
     /// The address of `len` bytes from `offset`, or `None` unless all are open.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.open {
             return None;

@@ -154,7 +154,6 @@ pub(super) fn recommended(header: &Header) -> SamplingWish {
 
 impl SamplingError {
     /// The setting, its value, and the fault.
-    #[must_use]
     pub fn parts(&self) -> (&'static str, String, String) {
         let Self::OutOfRange {
             setting,
@@ -333,7 +332,6 @@ impl Sampler {
     }
 
     /// Whether [`Self::next`] is the plain argmax, independent of the context.
-    #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.settings.temperature < TEMPERATURE_MIN && !self.changes_logits()
     }

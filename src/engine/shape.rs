@@ -2,17 +2,17 @@
 
 use std::{ops::Range, sync::Arc};
 
+mod cache;
+
+pub(super) use self::cache::WINDOW_ROWS;
+pub use self::cache::{kv_shape, layer_state_bytes, sequence_state_bytes};
+use self::cache::{narrow, window_bytes};
 use super::{
-    arena::HUGE_PAGE,
     gguf::{GgmlDType, Header, TensorInfo},
-    kv::KV_BLOCK_TOKENS,
     reader::Extent,
     spec::{AttentionSpec, ExpertSpec, LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
 };
-use cotenant_policy::{
-    kv_type::KvType,
-    residency::{KvShape, LayerKind, LayerShape, ModelShape, WindowedKv},
-};
+use cotenant_policy::residency::{LayerKind, LayerShape, ModelShape};
 use cotenant_units::{Bytes, Tokens, page};
 
 /// The layout of a model.
@@ -152,13 +152,11 @@ pub struct Widths {
 
 impl Layout {
     /// Lays out `spec`.
-    #[must_use]
     pub fn of(spec: &Spec) -> Self {
         Self::in_parts(spec, PART_MIN)
     }
 
     /// Lays out `spec` in parts of at least `least` bytes, as far as tensor groups allow.
-    #[must_use]
     pub fn in_parts(spec: &Spec, least: usize) -> Self {
         let largest = spec.layers.iter().map(matrix_bytes).max().unwrap_or(0);
         let piece = (largest / PIECES_PER_LAYER).clamp(PIECE_MIN, PIECE_MAX);
@@ -223,7 +221,6 @@ impl Layout {
 
     /// The same as seen by the planner. `activations` is the backend's size of one token's quantised copy, `scratch`
     /// its threads' attention scratch.
-    #[must_use]
     pub fn model_shape(
         &self,
         spec: &Spec,
@@ -280,7 +277,6 @@ impl Layout {
 
 impl ExpertLayout {
     /// Bytes of the rooms for experts that are not resident.
-    #[must_use]
     pub fn staging(&self) -> Bytes {
         Bytes::of_len(self.room * self.staged).round_up(page())
     }
@@ -460,7 +456,6 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 
 impl PartLayout {
     /// Whether the ring brings it while it is not resident; experts are read one by one.
-    #[must_use]
     pub const fn is_streamed(&self) -> bool {
         !self.pieces.is_empty()
     }
@@ -616,7 +611,6 @@ impl Widths {
     }
 
     /// Bytes of all buffers for one token.
-    #[must_use]
     pub const fn bytes(&self) -> Bytes {
         let elements = 2 * self.stream
             + self.wide
@@ -631,106 +625,7 @@ impl Widths {
     }
 }
 
-/// KV cache size of `spec` per token.
-#[must_use]
-pub fn kv_shape(spec: &Spec) -> KvShape {
-    kv_shape_with(spec, page())
-}
-
-/// The same for this page size of the kernel.
-fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
-    let own = spec
-        .layers
-        .iter()
-        .filter(|layer| layer.kind == LayerKind::Attention && !layer.borrows);
-    let mut shape = KvShape {
-        attention_layers: narrow(own.clone().count()),
-        kv_heads: narrow(spec.attention.kv_heads),
-        head_dim: narrow(spec.attention.head_dim),
-        element_bytes: 2,
-        granule: page,
-        block_tokens: KV_BLOCK_TOKENS,
-        windowed: None,
-    };
-    let windows: Vec<usize> = own.filter_map(|layer| spec.window(layer)).collect();
-    let heads_of = |kind: &AttentionSpec| (narrow(kind.kv_heads), narrow(kind.head_dim));
-    let heads = heads_of(&spec.attention.of_layers(true));
-    let windowed = |block_tokens: Tokens| {
-        let tokens = narrow(
-            windows
-                .iter()
-                .max()?
-                .saturating_sub(1)
-                .saturating_add(WINDOW_ROWS),
-        );
-        // They may begin and end anywhere in a block.
-        Some(WindowedKv {
-            layers: narrow(windows.len()),
-            blocks: tokens.div_ceil(block_tokens.get()).saturating_add(1),
-            heads: Some(heads).filter(|heads| *heads != heads_of(&spec.attention)),
-        })
-    };
-    shape.windowed = windowed(shape.block_tokens);
-    // Blocks are whole pages, so that plan and kernel count alike; heads are multiples of 8 elements.
-    if !blocks_of(&shape).all(|bytes| bytes.get().is_multiple_of(page.get())) {
-        shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
-        shape.windowed = windowed(shape.block_tokens);
-    }
-    if blocks_of(&shape).all(|bytes| bytes >= HUGE_FROM) {
-        shape.granule = HUGE_PAGE;
-    }
-    shape
-}
-
-/// Bytes of one block for each kind of layer present.
-fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
-    let parts = [
-        Some(shape.whole()),
-        shape.windows().map(|(windows, _)| windows),
-    ]
-    .into_iter()
-    .flatten();
-    parts
-        .map(|part| part.block_bytes(KvType::F16))
-        .filter(|bytes| *bytes > Bytes::ZERO)
-}
-
-/// Recurrent and convolution state of one sequence, in whole pages; zero for models without recurrent layers.
-#[must_use]
-pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
-    let layers = spec
-        .layers
-        .iter()
-        .filter(|layer| layer.kind == LayerKind::Recurrent)
-        .count();
-    state_of_layers(spec, layers)
-}
-
-/// As [`sequence_state_bytes`], for one layer: the working area of lanes.
-#[must_use]
-pub fn layer_state_bytes(spec: &Spec) -> Bytes {
-    state_of_layers(spec, 1)
-}
-
-/// Memory of one windowed layer: the working area of lanes.
-fn window_bytes(kv: &KvShape) -> Bytes {
-    kv.windows().map_or(Bytes::ZERO, |(shape, blocks)| {
-        let layer = KvShape {
-            attention_layers: 1,
-            ..shape
-        };
-        layer.blocks_bytes(blocks, KvType::F16)
-    })
-}
-
-fn state_of_layers(spec: &Spec, layers: usize) -> Bytes {
-    spec.recurrent.map_or(Bytes::ZERO, |recurrent| {
-        Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(page())
-    })
-}
-
 /// The distinct types of matrices.
-#[must_use]
 pub fn distinct_types(spec: &Spec) -> Vec<GgmlDType> {
     let mut types = Vec::new();
     for dtype in spec.matrix_types() {
@@ -748,10 +643,6 @@ fn matrix_bytes(layer: &LayerSpec) -> usize {
         .filter(|matrix| !Role::EXPERTS.contains(&matrix.role))
         .map(|matrix| matrix.rows * matrix.row_bytes)
         .sum()
-}
-
-fn narrow(number: usize) -> u32 {
-    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 /// Tensors of one layer within this distance are read in one go, including the gap: norms and biases lie there.
@@ -772,13 +663,6 @@ const RING_PIECES: usize = 4;
 const RING_SHARE: usize = 16;
 /// The largest ring.
 const RING_MAX: usize = 64 << 20;
-/// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens,
-/// 64 blocks) at most one part in sixteen; and releasing 1 GiB takes 2.4 ms, against 60 to 74 with small pages.
-const HUGE_FROM: Bytes = Bytes::from_kib(512);
-/// Most rows that attend together in a layer with a window, which keeps this many tokens in addition to the window. Our
-/// choice: a chunk of the default size in one go; and an answer of up to this many tokens can be repeated without
-/// recomputing its prompt.
-pub(super) const WINDOW_ROWS: usize = 512;
 /// Distance between the logits of two rows, in floats.
 pub(super) const fn logits_stride(spec: &Spec) -> usize {
     spec.vocabulary + FLAGS
@@ -803,12 +687,13 @@ const WORKSPACE_BUFFERS: u64 = 14;
 mod tests {
     use std::path::PathBuf;
 
-    use super::*;
+    use super::{cache::kv_shape_with, *};
     use crate::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         weights::Weights as _,
     };
+    use cotenant_policy::kv_type::KvType;
 
     fn layout(model: &Synthetic) -> (Spec, Layout, tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();

@@ -265,7 +265,7 @@ impl Spec {
         for index in 0..depth {
             let feed_forward = feed_forward_of(index)?;
             widest = feed_forward.max(widest);
-            let builder = LayerBuilder {
+            let mut builder = LayerBuilder {
                 header,
                 prefix: format!("blk.{index}."),
                 width,
@@ -273,6 +273,8 @@ impl Spec {
                 input: layer_inputs.as_ref().map(|inputs| (index, inputs.width)),
                 experts: experts.as_ref().filter(|experts| index >= experts.dense),
                 attention: &attention,
+                matrices: Vec::new(),
+                vectors: Vec::new(),
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
@@ -346,13 +348,11 @@ impl Spec {
     }
 
     /// Length of a token's embedding in the file.
-    #[must_use]
     pub fn embedding_row(&self) -> usize {
         self.width / self.embedding.dtype.block_size() * self.embedding.dtype.type_size()
     }
 
     /// Tokens seen by a layer, itself included; `None` for all.
-    #[must_use]
     pub fn window(&self, layer: &LayerSpec) -> Option<usize> {
         let local = self
             .attention
@@ -362,7 +362,6 @@ impl Spec {
     }
 
     /// Length of a token's embeddings for all layers in the file, if they have them.
-    #[must_use]
     pub fn layer_inputs_row(&self) -> usize {
         self.layer_inputs.as_ref().map_or(0, |inputs| {
             let dtype = inputs.table.dtype;
@@ -371,7 +370,6 @@ impl Spec {
     }
 
     /// Number of attention layers.
-    #[must_use]
     pub fn attention_layers(&self) -> usize {
         self.layers
             .iter()

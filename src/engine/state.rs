@@ -83,20 +83,17 @@ impl RecurrentState {
     }
 
     /// Memory of the sequence's state; `None` for a model without recurrent layers.
-    #[must_use]
     pub const fn memory(&self) -> Option<&Buffer> {
         self.memory.as_ref()
     }
 
     /// The matrices and the convolution state of layer `layer`; `None` for attention layers.
-    #[must_use]
     pub fn layer(&self, layer: usize) -> Option<(View, View)> {
         let index = (*self.index.get(layer)?)?;
         Some(self.parts(self.memory.as_ref()?, index * self.layer_len))
     }
 
     /// The matrices and the convolution state in the working area, to which a lane's layer was copied.
-    #[must_use]
     pub fn aside(&self) -> Option<(View, View)> {
         Some(self.parts(self.aside.as_ref()?, 0))
     }
@@ -107,7 +104,6 @@ impl RecurrentState {
     }
 
     /// Byte range of the matrices of layer `layer` in a copy of the state.
-    #[must_use]
     pub fn matrices_of_copy(&self, layer: usize) -> Option<Range<usize>> {
         let start = (*self.index.get(layer)?)? * self.layer_len;
         let bytes = |elements| elements * size_of::<f32>();
@@ -116,7 +112,6 @@ impl RecurrentState {
 
     /// Byte range of layer `layer`, or of its convolution state, in a copy of the state, and its place in the working
     /// area.
-    #[must_use]
     pub fn layer_of_copy(&self, layer: usize, is_whole: bool) -> Option<(Range<usize>, View)> {
         let matrices = self.matrices_of_copy(layer)?;
         let skipped = if is_whole { 0 } else { matrices.len() };
@@ -130,13 +125,11 @@ impl RecurrentState {
     }
 
     /// Total memory.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.buffers().map(Buffer::bytes).sum()
     }
 
     /// Resident size.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.buffers().map(Buffer::resident).sum()
     }

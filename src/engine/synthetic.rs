@@ -15,6 +15,8 @@ use super::{
 
 mod shapes;
 
+use Entry::{Bool, Bools, Float, Ints, Text, Texts, Uint};
+
 /// A model whose header can be written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Synthetic {
@@ -105,7 +107,6 @@ impl TypeMix {
     }
 
     /// The types with this name in llama.cpp: `q4_k_m`, `q8_0`.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "q4_k_m" => Self::Q4KM,
@@ -137,7 +138,7 @@ impl Synthetic {
             .iter_mut()
             .find(|(key, _)| key == "tokenizer.ggml.merges")
         {
-            *entry = Entry::Texts(merges.collect());
+            *entry = Texts(merges.collect());
         }
         let (header, bytes) = header_of(&metadata, &tensors);
         file.write_all(&header)?;
@@ -145,97 +146,90 @@ impl Synthetic {
     }
 
     /// Its metadata.
-    #[must_use]
     pub fn metadata(&self) -> Vec<(String, Entry)> {
         let arch = self.architecture.name();
         let mut list: Vec<(String, Entry)> = vec![
-            (
-                "general.architecture".to_owned(),
-                Entry::Text(arch.to_owned()),
-            ),
+            ("general.architecture".to_owned(), Text(arch.to_owned())),
             (
                 "general.name".to_owned(),
-                Entry::Text(match self.architecture {
+                Text(match self.architecture {
                     // llama.cpp looks for Microsoft's control tokens if the name contains `phi3`.
                     Architecture::Phi3 => format!("synthetic-phi-{}", self.seed),
                     _ => format!("synthetic-{arch}-{}", self.seed),
                 }),
             ),
-            ("general.alignment".to_owned(), Entry::Uint(32)),
+            ("general.alignment".to_owned(), Uint(32)),
         ];
         let mut put = |key: &str, value: Entry| list.push((format!("{arch}.{key}"), value));
-        put("block_count", Entry::Uint(self.layers + self.nextn));
-        put("context_length", Entry::Uint(self.context_max));
-        put("embedding_length", Entry::Uint(self.width));
+        put("block_count", Uint(self.layers + self.nextn));
+        put("context_length", Uint(self.context_max));
+        put("embedding_length", Uint(self.width));
         if self.architecture != Architecture::Gemma4 {
-            put("feed_forward_length", Entry::Uint(self.feed_forward));
+            put("feed_forward_length", Uint(self.feed_forward));
         }
         if self.experts.0 > 0 {
-            put("expert_count", Entry::Uint(self.experts.0));
-            put("expert_used_count", Entry::Uint(self.experts.1));
-            put("expert_feed_forward_length", Entry::Uint(self.feed_forward));
+            put("expert_count", Uint(self.experts.0));
+            put("expert_used_count", Uint(self.experts.1));
+            put("expert_feed_forward_length", Uint(self.feed_forward));
             if self.architecture == Architecture::Qwen35Moe {
                 let key = "expert_shared_feed_forward_length";
-                put(key, Entry::Uint(self.feed_forward));
+                put(key, Uint(self.feed_forward));
             }
         }
-        put("attention.head_count", Entry::Uint(self.heads));
+        put("attention.head_count", Uint(self.heads));
         let heads = (0..self.layers).map(|layer| match self.is_recurrent(layer) {
             true => 0,
             false => self.kv_heads.cast_signed(),
         });
         let heads = match self.architecture {
-            _ if self.architecture.is_lfm2() => Entry::Ints(heads.collect()),
-            _ => Entry::Uint(self.kv_heads),
+            _ if self.architecture.is_lfm2() => Ints(heads.collect()),
+            _ => Uint(self.kv_heads),
         };
         if self.architecture != Architecture::Gemma4 {
             put("attention.head_count_kv", heads);
         }
-        put("attention.key_length", Entry::Uint(self.head_dim));
-        put("attention.value_length", Entry::Uint(self.head_dim));
+        put("attention.key_length", Uint(self.head_dim));
+        put("attention.value_length", Uint(self.head_dim));
         let epsilon = match self.architecture.centres() {
             true => "attention.layer_norm_epsilon",
             false => "attention.layer_norm_rms_epsilon",
         };
-        put(epsilon, Entry::Float(1e-6));
-        put("rope.freq_base", Entry::Float(self.rotary_base));
-        put("rope.dimension_count", Entry::Uint(self.rotary));
+        put(epsilon, Float(1e-6));
+        put("rope.freq_base", Float(self.rotary_base));
+        put("rope.dimension_count", Uint(self.rotary));
         match self.architecture {
             Architecture::Llama | Architecture::SmolLm3 => {
-                put("vocab_size", Entry::Uint(self.vocabulary));
+                put("vocab_size", Uint(self.vocabulary));
             }
             Architecture::Granite => {
-                put("vocab_size", Entry::Uint(self.vocabulary));
-                put("attention.scale", Entry::Float(0.0625));
-                put("embedding_scale", Entry::Float(12.0));
-                put("residual_scale", Entry::Float(0.22));
-                put("logit_scale", Entry::Float(8.0));
+                put("vocab_size", Uint(self.vocabulary));
+                put("attention.scale", Float(0.0625));
+                put("embedding_scale", Float(12.0));
+                put("residual_scale", Float(0.22));
+                put("logit_scale", Float(8.0));
             }
             Architecture::Mistral3 => {
-                put("vocab_size", Entry::Uint(self.vocabulary));
-                put("attention.temperature_scale", Entry::Float(0.1));
-                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
-                put("rope.scaling.factor", Entry::Float(16.0));
-                put("rope.scaling.original_context_length", Entry::Uint(8));
-                put("rope.scaling.yarn_beta_fast", Entry::Float(4.0));
-                put("rope.scaling.yarn_beta_slow", Entry::Float(0.25));
-                put("rope.scaling.yarn_log_multiplier", Entry::Float(1.0));
+                put("vocab_size", Uint(self.vocabulary));
+                put("attention.temperature_scale", Float(0.1));
+                put("rope.scaling.type", Text("yarn".to_owned()));
+                put("rope.scaling.factor", Float(16.0));
+                put(SCALED_FROM, Uint(8));
+                put("rope.scaling.yarn_beta_fast", Float(4.0));
+                put("rope.scaling.yarn_beta_slow", Float(0.25));
+                put("rope.scaling.yarn_log_multiplier", Float(1.0));
             }
             Architecture::Gemma2 => {
-                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                put("attention.sliding_window", Uint(self.windows.0));
                 // Low enough to change the logits of random weights.
-                put("attn_logit_softcapping", Entry::Float(2.0));
-                put("final_logit_softcapping", Entry::Float(3.0));
+                put("attn_logit_softcapping", Float(2.0));
+                put("final_logit_softcapping", Float(3.0));
             }
             Architecture::Gemma3 => {
-                put("attention.sliding_window", Entry::Uint(self.windows.0));
-                put(
-                    "attention.sliding_window_pattern",
-                    Entry::Uint(self.windows.1),
-                );
-                put("rope.scaling.type", Entry::Text("linear".to_owned()));
-                put("rope.scaling.factor", Entry::Float(8.0));
-                put("final_logit_softcapping", Entry::Float(30.0));
+                put("attention.sliding_window", Uint(self.windows.0));
+                put(PATTERN, Uint(self.windows.1));
+                put("rope.scaling.type", Text("linear".to_owned()));
+                put("rope.scaling.factor", Float(8.0));
+                put("final_logit_softcapping", Float(30.0));
             }
             Architecture::Gemma4 => {
                 let local = (0..self.layers).map(|layer| self.is_local(layer));
@@ -243,75 +237,60 @@ impl Synthetic {
                     .clone()
                     .map(|local| self.kv_heads_of(local).cast_signed());
                 let inner = (0..self.layers).map(|layer| self.inner(layer).cast_signed());
-                put("attention.sliding_window", Entry::Uint(self.windows.0));
-                put(
-                    "attention.sliding_window_pattern",
-                    Entry::Bools(local.collect()),
-                );
-                put("attention.head_count_kv", Entry::Ints(heads.collect()));
-                put("feed_forward_length", Entry::Ints(inner.collect()));
-                put("attention.key_length_swa", Entry::Uint(self.head_dim / 2));
-                put("attention.value_length_swa", Entry::Uint(self.head_dim / 2));
-                put("rope.dimension_count_swa", Entry::Uint(self.rotary / 2));
-                put("rope.freq_base_swa", Entry::Float(10_000.0));
+                put("attention.sliding_window", Uint(self.windows.0));
+                put(PATTERN, Bools(local.collect()));
+                put("attention.head_count_kv", Ints(heads.collect()));
+                put("feed_forward_length", Ints(inner.collect()));
+                put("attention.key_length_swa", Uint(self.head_dim / 2));
+                put("attention.value_length_swa", Uint(self.head_dim / 2));
+                put("rope.dimension_count_swa", Uint(self.rotary / 2));
+                put("rope.freq_base_swa", Float(10_000.0));
                 put(
                     "embedding_length_per_layer_input",
-                    Entry::Uint(self.gemma4.layer_inputs),
+                    Uint(self.gemma4.layer_inputs),
                 );
-                put("attention.shared_kv_layers", Entry::Uint(self.borrowing()));
-                put("final_logit_softcapping", Entry::Float(30.0));
+                put("attention.shared_kv_layers", Uint(self.borrowing()));
+                put("final_logit_softcapping", Float(30.0));
             }
             Architecture::GptOss => {
-                put("attention.sliding_window", Entry::Uint(self.windows.0));
-                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
-                put("rope.scaling.factor", Entry::Float(32.0));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 32),
-                );
+                put("attention.sliding_window", Uint(self.windows.0));
+                put("rope.scaling.type", Text("yarn".to_owned()));
+                put("rope.scaling.factor", Float(32.0));
+                put(SCALED_FROM, Uint(self.context_max / 32));
             }
             Architecture::Phi3 => {
-                put("rope.scaling.type", Entry::Text("longrope".to_owned()));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 2),
-                );
-                put("rope.scaling.attn_factor", Entry::Float(1.19));
+                put("rope.scaling.type", Text("longrope".to_owned()));
+                put(SCALED_FROM, Uint(self.context_max / 2));
+                put("rope.scaling.attn_factor", Float(1.19));
             }
             Architecture::Lfm2 | Architecture::Lfm2Moe => {
-                put("vocab_size", Entry::Uint(self.vocabulary));
-                put("shortconv.l_cache", Entry::Uint(3));
+                put("vocab_size", Uint(self.vocabulary));
+                put("shortconv.l_cache", Uint(3));
                 if self.experts.0 > 0 {
-                    put("leading_dense_block_count", Entry::Uint(self.dense()));
-                    put("expert_gating_func", Entry::Uint(2));
+                    put("leading_dense_block_count", Uint(self.dense()));
+                    put("expert_gating_func", Uint(2));
                 }
             }
             Architecture::Qwen2 => {
-                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
-                put("rope.scaling.factor", Entry::Float(4.0));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 4),
-                );
+                put("rope.scaling.type", Text("yarn".to_owned()));
+                put("rope.scaling.factor", Float(4.0));
+                put(SCALED_FROM, Uint(self.context_max / 4));
             }
             Architecture::Exaone4
             | Architecture::Qwen3
             | Architecture::Qwen3Moe
             | Architecture::StableLm => {}
             Architecture::Olmo2 => {
-                put("attention.sliding_window", Entry::Uint(self.windows.0));
-                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
-                put("rope.scaling.factor", Entry::Float(8.0));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 8),
-                );
+                put("attention.sliding_window", Uint(self.windows.0));
+                put("rope.scaling.type", Text("yarn".to_owned()));
+                put("rope.scaling.factor", Float(8.0));
+                put(SCALED_FROM, Uint(self.context_max / 8));
             }
             Architecture::Qwen3Vl | Architecture::Qwen3VlMoe => {
                 let pairs = self.rotary.cast_signed() / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
-                put("rope.dimension_sections", Entry::Ints(sections.to_vec()));
-                put("n_deepstack_layers", Entry::Uint(3));
+                put("rope.dimension_sections", Ints(sections.to_vec()));
+                put("n_deepstack_layers", Uint(3));
             }
             Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 let (keys, values, dim) = self.recurrent;
@@ -319,16 +298,16 @@ impl Synthetic {
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
                 put(
                     "rope.dimension_sections",
-                    Entry::Ints(sections.map(u32::cast_signed).to_vec()),
+                    Ints(sections.map(u32::cast_signed).to_vec()),
                 );
-                put("ssm.conv_kernel", Entry::Uint(4));
-                put("ssm.state_size", Entry::Uint(dim));
-                put("ssm.group_count", Entry::Uint(keys));
-                put("ssm.time_step_rank", Entry::Uint(values));
-                put("ssm.inner_size", Entry::Uint(values * dim));
-                put("full_attention_interval", Entry::Uint(4));
+                put("ssm.conv_kernel", Uint(4));
+                put("ssm.state_size", Uint(dim));
+                put("ssm.group_count", Uint(keys));
+                put("ssm.time_step_rank", Uint(values));
+                put("ssm.inner_size", Uint(values * dim));
+                put("full_attention_interval", Uint(4));
                 if self.nextn > 0 {
-                    put("nextn_predict_layers", Entry::Uint(self.nextn));
+                    put("nextn_predict_layers", Uint(self.nextn));
                 }
             }
         }
@@ -370,20 +349,19 @@ impl Synthetic {
             Architecture::StableLm => "stablelm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
-        put("ggml.model", Entry::Text("gpt2".to_owned()));
-        put("ggml.pre", Entry::Text(pre.to_owned()));
-        put("ggml.tokens", Entry::Texts(tokens));
-        put("ggml.token_type", Entry::Ints(kinds));
-        put("ggml.merges", Entry::Texts(vec!["\u{120} t".to_owned()]));
-        put("ggml.bos_token_id", Entry::Uint(ordinary));
-        put("ggml.eos_token_id", Entry::Uint(ordinary + 2));
-        put("ggml.padding_token_id", Entry::Uint(ordinary));
-        put("ggml.add_bos_token", Entry::Bool(false));
-        put("chat_template", Entry::Text(CHAT_TEMPLATE.to_owned()));
+        put("ggml.model", Text("gpt2".to_owned()));
+        put("ggml.pre", Text(pre.to_owned()));
+        put("ggml.tokens", Texts(tokens));
+        put("ggml.token_type", Ints(kinds));
+        put("ggml.merges", Texts(vec!["\u{120} t".to_owned()]));
+        put("ggml.bos_token_id", Uint(ordinary));
+        put("ggml.eos_token_id", Uint(ordinary + 2));
+        put("ggml.padding_token_id", Uint(ordinary));
+        put("ggml.add_bos_token", Bool(false));
+        put("chat_template", Text(CHAT_TEMPLATE.to_owned()));
     }
 
     /// Its tensors, in the order of the file.
-    #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {
         let mut list = Vec::new();
         let head = match self.types {
@@ -721,7 +699,6 @@ impl Synthetic {
 }
 
 /// The header of a file with these tensors, padded, and the length of the tensors.
-#[must_use]
 pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u64) {
     let mut header = Vec::new();
     header.extend_from_slice(b"GGUF");
@@ -770,42 +747,35 @@ pub enum Entry {
 
 impl Entry {
     fn put(&self, out: &mut Vec<u8>) {
-        let kind: u32 = match self {
-            Self::Bool(_) => 7,
-            Self::Float(_) => 6,
-            Self::Int(_) => 5,
-            Self::Bools(_) | Self::Ints(_) | Self::Texts(_) => 9,
-            Self::Short(_) => 2,
-            Self::Text(_) => 8,
-            Self::Uint(_) => 4,
+        fn list<T>(
+            out: &mut Vec<u8>,
+            kind: u32,
+            list: &[T],
+            mut put: impl FnMut(&mut Vec<u8>, &T),
+        ) {
+            for number in [9, kind] {
+                out.extend_from_slice(&number.to_le_bytes());
+            }
+            out.extend_from_slice(&(list.len() as u64).to_le_bytes());
+            list.iter().for_each(|value| put(out, value));
+        }
+        let mut put = |kind: u32, value: &[u8]| {
+            out.extend_from_slice(&kind.to_le_bytes());
+            out.extend_from_slice(value);
         };
-        out.extend_from_slice(&kind.to_le_bytes());
         match self {
-            Self::Bool(value) => out.push(u8::from(*value)),
-            Self::Float(value) => out.extend_from_slice(&value.to_le_bytes()),
-            Self::Int(value) => out.extend_from_slice(&value.to_le_bytes()),
-            Self::Short(value) => out.extend_from_slice(&value.to_le_bytes()),
-            Self::Bools(list) => {
-                out.extend_from_slice(&7u32.to_le_bytes());
-                out.extend_from_slice(&(list.len() as u64).to_le_bytes());
-                out.extend(list.iter().map(|value| u8::from(*value)));
+            Bool(value) => put(7, &[u8::from(*value)]),
+            Float(value) => put(6, &value.to_le_bytes()),
+            Self::Int(value) => put(5, &value.to_le_bytes()),
+            Self::Short(value) => put(2, &value.to_le_bytes()),
+            Uint(value) => put(4, &value.to_le_bytes()),
+            Text(text) => {
+                put(8, &[]);
+                put_text(out, text);
             }
-            Self::Ints(list) => {
-                out.extend_from_slice(&5u32.to_le_bytes());
-                out.extend_from_slice(&(list.len() as u64).to_le_bytes());
-                for value in list {
-                    out.extend_from_slice(&value.to_le_bytes());
-                }
-            }
-            Self::Text(text) => put_text(out, text),
-            Self::Texts(list) => {
-                out.extend_from_slice(&8u32.to_le_bytes());
-                out.extend_from_slice(&(list.len() as u64).to_le_bytes());
-                for text in list {
-                    put_text(out, text);
-                }
-            }
-            Self::Uint(value) => out.extend_from_slice(&value.to_le_bytes()),
+            Bools(values) => list(out, 7, values, |out, value| out.push(u8::from(*value))),
+            Ints(values) => list(out, 5, values, |out, value| out.extend(value.to_le_bytes())),
+            Texts(values) => list(out, 8, values, |out, value| put_text(out, value)),
         }
     }
 }
@@ -882,4 +852,6 @@ impl Tensor {
 
 /// Alignment of each tensor, in bytes.
 pub const ALIGNMENT: u64 = 32;
+const PATTERN: &str = "attention.sliding_window_pattern";
+const SCALED_FROM: &str = "rope.scaling.original_context_length";
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}";

@@ -62,7 +62,6 @@ pub enum TensorKind {
 
 impl TensorKind {
     /// A short name.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Embedding => "embedding",
@@ -82,37 +81,29 @@ type Measured<'tensor> = (String, &'tensor [u64], Bytes);
 
 impl TensorGroup {
     /// The non-empty groups of a header.
-    #[must_use]
     pub fn of(header: &Header) -> Vec<Self> {
         let depth = depth(header);
-        let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
-        for info in header.tensors() {
-            let sized = (
-                dtype_name(info.dtype).to_owned(),
-                info.dims.as_slice(),
-                info.bytes,
-            );
-            found
-                .entry(kind_of(header, info, depth))
-                .or_default()
-                .push(sized);
-        }
-        found
-            .iter()
-            .map(|(kind, group)| Self::sum(*kind, group))
-            .collect()
+        Self::grouped(header.tensors().map(|info| {
+            let dtype = dtype_name(info.dtype).to_owned();
+            let measured = (dtype, info.dims.as_slice(), info.bytes);
+            (kind_of(header, info, depth), measured)
+        }))
     }
 
     /// The groups of tensors with names of a Hugging Face repository.
-    #[must_use]
     pub fn of_safetensors(tensors: &[NamedTensor]) -> Vec<Self> {
+        Self::grouped(tensors.iter().map(|tensor| {
+            let measured = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);
+            (kind_of_published(tensor), measured)
+        }))
+    }
+
+    fn grouped<'tensor>(
+        tensors: impl Iterator<Item = (TensorKind, Measured<'tensor>)>,
+    ) -> Vec<Self> {
         let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
-        for tensor in tensors {
-            let sized = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);
-            found
-                .entry(kind_of_published(tensor))
-                .or_default()
-                .push(sized);
+        for (kind, measured) in tensors {
+            found.entry(kind).or_default().push(measured);
         }
         found
             .iter()

@@ -2,7 +2,7 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use serde_json::{Map, Value};
@@ -19,8 +19,7 @@ use super::{
     tokenizer::{Pieces, Tokenizer, TokenizerError},
 };
 use cotenant_conversation::SamplingWish;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line, lock::locked};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and the engine thread; immutable.
 pub struct TextSide {
@@ -94,7 +93,6 @@ impl TextSide {
 
     /// Upper bound of the text side's memory for the model with this header, the helper included: in whole pages, like
     /// everything in the ledger.
-    #[must_use]
     pub fn bytes_max(header: &Header) -> Bytes {
         Tokenizer::heap_bytes(header)
             .saturating_add(Self::helper_bytes_max(header))
@@ -102,7 +100,6 @@ impl TextSide {
     }
 
     /// The helper process's share of it, while forms and templates are in use.
-    #[must_use]
     pub fn helper_bytes_max(header: &Header) -> Bytes {
         let texts = header.strings("tokenizer.ggml.tokens");
         let (tokens, bytes) = texts.map_or((0, 0), |texts| {
@@ -227,7 +224,6 @@ impl TextSide {
     }
 
     /// The tokenizer.
-    #[must_use]
     pub const fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -243,7 +239,6 @@ impl TextSide {
     }
 
     /// The longest context.
-    #[must_use]
     pub const fn context_max(&self) -> Tokens {
         self.context_max
     }
@@ -256,10 +251,7 @@ impl TextSide {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
             Prompt::Chat(conversation) => {
-                let _one_at_a_time = self
-                    .rendering
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner);
+                let _one_at_a_time = locked(&self.rendering);
                 let rendered = self
                     .template
                     .render(conversation, &self.tokenizer, |context| {
@@ -320,7 +312,6 @@ pub enum TextError {
 
 impl TextError {
     /// The remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::Chat(_) => "convert the model again, or use another file of it",

@@ -173,7 +173,6 @@ impl Engine {
     }
 
     /// Whether its thread has ended.
-    #[must_use]
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }

@@ -37,7 +37,6 @@ pub struct Key(String);
 
 impl Key {
     /// The key as clients send it.
-    #[must_use]
     pub const fn new(key: String) -> Self {
         Self(key)
     }
@@ -76,7 +75,6 @@ pub struct Client {
 
 impl Client {
     /// A client without requests in flight; takes over those of `before` if name and limit are equal.
-    #[must_use]
     pub fn new(
         (name, key): (&str, Key),
         class: Class,

@@ -50,7 +50,6 @@ struct Shared {
 
 impl Api {
     /// The APIs of these backends, for all clients.
-    #[must_use]
     pub fn new(backends: Backends, limits: Limits) -> Self {
         Self::with_access(
             backends,
@@ -60,7 +59,6 @@ impl Api {
     }
 
     /// The same with access rules, which may change at run time.
-    #[must_use]
     pub fn with_access(
         backends: Backends,
         limits: Limits,

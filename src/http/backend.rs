@@ -83,7 +83,6 @@ pub struct RunningAnswer(Arc<Arc<()>>);
 
 impl RunningAnswers {
     /// No answers yet; `states` are the arbiter's.
-    #[must_use]
     pub fn new(states: watch::Receiver<Arc<Snapshot>>) -> Self {
         Self {
             all: Arc::default(),
@@ -111,13 +110,11 @@ impl RunningAnswers {
     }
 
     /// The number of running answers.
-    #[must_use]
     pub fn count(&self) -> usize {
         Arc::strong_count(&self.all).saturating_sub(1)
     }
 
     /// Counts one more answer; `None` in a drain.
-    #[must_use]
     pub fn begin(&self) -> Option<RunningAnswer> {
         // Counted before the check, so that a drain cannot seem complete while an answer starts.
         let answer = RunningAnswer(Arc::new(Arc::clone(&self.all)));
@@ -400,7 +397,6 @@ pub struct Weights {
 
 impl ModelInfo {
     /// Whether the model has this name.
-    #[must_use]
     pub fn is_called(&self, name: &str) -> bool {
         self.id == name || self.aliases.iter().any(|alias| alias == name)
     }

@@ -23,7 +23,6 @@ use cotenant_units::Tokens;
 pub(super) struct WireRequest {
     pub(super) model: Option<String>,
     messages: Vec<WireMessage>,
-    #[serde(default)]
     pub(super) stream: Option<bool>,
     stream_options: Option<WireStreamOptions>,
     max_tokens: Option<Whole>,

@@ -62,7 +62,6 @@ struct WireRequest {
     top_k: Option<Whole>,
     n: Option<Whole>,
     best_of: Option<Whole>,
-    #[serde(default)]
     stream: Option<bool>,
     stream_options: Option<WireStreamOptions>,
     echo: Option<bool>,

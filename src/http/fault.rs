@@ -13,6 +13,7 @@ use cotenant_conversation::{
     refusal::Refusal,
     refusals::{self, Kind, with_hint},
 };
+use cotenant_units::millis;
 
 /// A failure in the form of OpenAI's API.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,7 +121,7 @@ impl Fault {
             return headers;
         };
         let wait = wait.clamp(RETRY_AFTER_MIN, RETRY_AFTER_MAX);
-        let millis = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+        let millis = millis(wait);
         headers.insert(SHOULD_RETRY, HeaderValue::from_static("true"));
         headers.insert(RETRY_AFTER_MS, HeaderValue::from(millis));
         headers.insert(

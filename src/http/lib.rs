@@ -54,7 +54,6 @@ pub use patience::patiently;
 pub use server::{ClientListener, serve};
 
 /// The answers to a refused request, as clients of OpenAI's, Ollama's and Anthropic's APIs see them.
-#[must_use]
 pub fn rendered(
     refusal: &cotenant_conversation::refusal::Refusal,
 ) -> [axum::response::Response; 3] {

@@ -12,8 +12,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::{access::Client, fault::Fault};
 use cotenant_conversation::refusals::at_limit;
 use cotenant_memory::heap;
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// A client, as far as it can be identified.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -26,7 +26,6 @@ pub(super) struct WireRequest {
     system: Option<Value>,
     max_tokens: Option<Whole>,
     stop_sequences: Option<Value>,
-    #[serde(default)]
     stream: Option<bool>,
     temperature: Option<f64>,
     top_k: Option<Whole>,

@@ -25,7 +25,6 @@ pub(super) struct WireRequest {
     pub(super) max_output_tokens: Option<Whole>,
     pub(super) temperature: Option<f64>,
     pub(super) top_p: Option<f64>,
-    #[serde(default)]
     stream: Option<bool>,
     pub(super) tools: Option<Vec<Value>>,
     pub(super) tool_choice: Option<Value>,

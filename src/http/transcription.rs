@@ -31,8 +31,7 @@ use cotenant_speech::{
     decoder::{self, DecodeError},
 };
 use cotenant_threads::{NotDone, blocking};
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, causes::in_one_line};
 
 pub(super) async fn transcriptions(
     State(api): State<Api>,

@@ -59,7 +59,6 @@ pub struct BookFile {
 pub struct BookError {
     act: &'static str,
     path: PathBuf,
-    #[source]
     source: io::Error,
 }
 

@@ -63,7 +63,6 @@ pub struct Start {
 
 impl Content {
     /// Returns the start of a run of this version.
-    #[must_use]
     pub fn start(params: Params) -> Self {
         Self::Start(Box::new(Start {
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -29,7 +29,6 @@ pub enum ReadError {
         /// Its path.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The file is not a journal.
@@ -40,7 +39,6 @@ pub enum ReadError {
         /// Lines in the file.
         lines: u64,
         /// Error of the first damaged line.
-        #[source]
         source: serde_json::Error,
     },
 }

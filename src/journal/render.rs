@@ -17,7 +17,6 @@ use cotenant_policy::{
 use cotenant_units::{Bytes, TimeSpan};
 
 /// Renders a line without its number and time.
-#[must_use]
 pub fn render(entry: &JournalEntry) -> String {
     match &entry.content {
         Content::Start(start) => {
@@ -299,7 +298,6 @@ fn render_event(event: &Event) -> String {
 }
 
 /// Renders an action.
-#[must_use]
 pub fn render_action(action: &Action) -> String {
     match action {
         Action::Answer { answer, .. } => match answer {

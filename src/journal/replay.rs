@@ -79,7 +79,6 @@ pub struct Difference {
 ///
 /// A run begins with its start or, if that is missing, with its first checkpoint; after a gap it resumes at the next
 /// checkpoint. The last event's actions may be incomplete, since a supervisor may die between writing two lines.
-#[must_use]
 pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
     entries
         .chunk_by(|one, next| one.boot_id == next.boot_id)

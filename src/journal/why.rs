@@ -270,7 +270,6 @@ fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
 }
 
 /// Returns the answer to the caller of an event, which may come much later.
-#[must_use]
 pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<JournalEntry> {
     let Content::Event(happened) = &event.content else {
         return None;

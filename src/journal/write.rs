@@ -52,7 +52,6 @@ pub enum JournalError {
         /// Its path.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// Its thread cannot be started.
@@ -135,7 +134,6 @@ impl Journal {
 
     /// Returns whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are
     /// missing, after which later ones could not be replayed. Recording one resets this.
-    #[must_use]
     pub fn wants_checkpoint(&self) -> bool {
         self.wants_checkpoint.load(Ordering::Relaxed)
     }
@@ -189,13 +187,11 @@ impl Journal {
     }
 
     /// Returns the number of the last line.
-    #[must_use]
     pub const fn last_sequence(&self) -> u64 {
         self.sequence
     }
 
     /// Returns the lines dropped because the writer could not keep up, and the lines whose write failed.
-    #[must_use]
     pub fn lost(&self) -> (u64, u64) {
         (
             self.lost.dropped.load(Ordering::Relaxed),

@@ -19,7 +19,6 @@ use cotenant_units::Bytes;
 /// For text that is not JSON, it bounds the partial tree of a failing parser.
 ///
 /// Texts in the tree that begin like an object count as parsed too, as arguments of tool calls are.
-#[must_use]
 pub fn tree_bytes(text: &[u8]) -> Bytes {
     let mut tree = Tree {
         bytes: 0,

@@ -22,19 +22,16 @@ fn rules() -> impl Iterator<Item = &'static Rule> {
 }
 
 /// Returns the number of rules.
-#[must_use]
 pub fn rule_count() -> usize {
     rules().count()
 }
 
 /// Returns the versions of a Jetson's software, each with the expected one for its L4T; empty elsewhere.
-#[must_use]
 pub fn versions(root: &ProbeRoot) -> Vec<Version> {
     software::versions(&Facts::read(root))
 }
 
 /// Applies all rules; returns the findings in order, warnings and notes mixed.
-#[must_use]
 pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
     let facts = Facts::read(root);
     rules()

@@ -20,7 +20,6 @@ pub struct L4tRelease {
 
 impl L4tRelease {
     /// Parses `/etc/nv_tegra_release`: `# R36 (release), REVISION: 4.7, …`.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         let (_, line) = lines(text).find(|(_, line)| line.starts_with(b"# R"))?;
         let line = std::str::from_utf8(line).ok()?;
@@ -37,7 +36,6 @@ impl L4tRelease {
     }
 
     /// Returns a known fault of this release, with its remedy.
-    #[must_use]
     pub fn warning(self) -> Option<&'static str> {
         (self == REFUSES_LARGE).then_some(
             "L4T 36.4.7 refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402); \
@@ -46,7 +44,6 @@ impl L4tRelease {
     }
 
     /// Returns whether CUDA memory is nvmap memory; not since R38 (Thor).
-    #[must_use]
     pub fn uses_nvmap(self) -> bool {
         self.major < 38
     }
@@ -71,7 +68,6 @@ pub struct Board {
 
 impl Board {
     /// Reads both.
-    #[must_use]
     pub fn read(root: &ProbeRoot) -> Self {
         let strings = |name: &str| {
             read_optional(&root.proc("device-tree").join(name))
@@ -86,7 +82,6 @@ impl Board {
     }
 
     /// Returns whether this is a Jetson.
-    #[must_use]
     pub fn is_jetson(&self) -> bool {
         self.l4t.is_some()
             || self
@@ -96,7 +91,6 @@ impl Board {
     }
 
     /// Returns whether the device tree permits the higher clocks of "super" mode.
-    #[must_use]
     pub fn is_super(&self) -> bool {
         self.compatible.iter().any(|name| name.ends_with("-super"))
     }

@@ -20,14 +20,12 @@ pub struct FreeBlocks {
 
 impl FreeBlocks {
     /// Reads them; `None` if there are none, or the file is missing.
-    #[must_use]
     pub fn read(root: &ProbeRoot) -> Option<Self> {
         Self::parse(&read_optional(&root.proc("buddyinfo"))?)
     }
 
     /// Parses the text of `/proc/buddyinfo`: `Node 0, zone Normal 12 7 …`, a count for each power of two pages. A
     /// malformed count is zero.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         let mut by_order = [0u64; ORDERS];
         for (_, line) in lines(text) {

@@ -5,7 +5,7 @@ use std::fmt;
 use super::{
     ProbeError, ProbeRoot,
     board::{Board, L4tRelease},
-    cgroup::{Cgroup, CgroupVersion, GroupWatch},
+    cgroup::{Cgroup, CgroupVersion, watch::GroupWatch},
     meminfo::Meminfo,
     nvmap::{self, Nvmap},
     processes::ProcessMemory,
@@ -61,7 +61,6 @@ pub struct Capabilities {
 
 impl Capabilities {
     /// Probes everything once. Arms a pressure trigger temporarily.
-    #[must_use]
     pub fn probe(root: &ProbeRoot) -> Self {
         let board = Board::read(root);
         let meminfo = Meminfo::read(root);
@@ -81,7 +80,6 @@ impl Capabilities {
 
     /// Returns the capabilities shown by files copied from another machine. Missing files are not reported, nor are
     /// properties that only a process there could test: its rights, its control group, PSI triggers.
-    #[must_use]
     pub fn of_copy(root: &ProbeRoot) -> Self {
         let board = Board::read(root);
         let meminfo = Meminfo::read(root);
@@ -138,7 +136,6 @@ impl Capabilities {
     }
 
     /// Returns a line per capability, for people: `psi: trigger, 2 s window; …`.
-    #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let line =
             |item: &Capability| format!("{}: {}; {}", item.name, item.detail, item.consequence);
@@ -150,7 +147,6 @@ impl Capabilities {
     }
 
     /// Returns the entry of this name.
-    #[must_use]
     pub fn get(&self, name: &str) -> Option<&Capability> {
         self.items.iter().find(|item| item.name == name)
     }

@@ -4,6 +4,8 @@
 //! the hierarchy, anywhere. A limit applies to all groups below, so the tightest one counts. Above the topmost visible
 //! group, version 1 still shows the lowest limit (`hierarchical_memory_limit`); version 2 shows nothing.
 
+pub(super) mod watch;
+
 use std::{
     collections::{BTreeSet, VecDeque},
     fs,
@@ -13,9 +15,8 @@ use std::{
 
 use super::{
     ProbeRoot,
-    source::{Source, lines, number, read_number, read_optional, words},
+    source::{lines, number, read_number, read_optional, words},
 };
-use cotenant_policy::pressure::GroupRoom;
 use cotenant_units::Bytes;
 
 /// Version of a group's interface.
@@ -50,7 +51,6 @@ pub struct CgroupMemory {
 impl Cgroup {
     /// Returns the group charged for the memory of this process: its own, or the closest ancestor with the memory
     /// controller. `None` if no memory controller is mounted, as in many containers.
-    #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
         let folder = mount
@@ -61,26 +61,22 @@ impl Cgroup {
     }
 
     /// Returns the group of a process, if it has the memory controller itself.
-    #[must_use]
     pub fn of(root: &ProbeRoot, pid: u32) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
         has_controller(mount.version, &folder).then_some(Self { mount, folder })
     }
 
     /// Returns the version of its interface.
-    #[must_use]
     pub fn version(&self) -> CgroupVersion {
         self.mount.version
     }
 
     /// Returns its folder.
-    #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
     /// Reads its current usage and limit.
-    #[must_use]
     pub fn memory(&self) -> CgroupMemory {
         read_memory(self.mount.version, &self.folder)
     }
@@ -108,7 +104,6 @@ pub struct Hierarchy(Mount);
 
 impl Hierarchy {
     /// Returns the visible hierarchy; `None` without a memory controller.
-    #[must_use]
     pub fn open(root: &ProbeRoot) -> Option<Self> {
         let mut mounts = Mount::all(root).into_iter();
         let found = mounts.find(|mount| has_controller(mount.version, &mount.point))?;
@@ -116,19 +111,16 @@ impl Hierarchy {
     }
 
     /// Returns its mount point.
-    #[must_use]
     pub fn mount_point(&self) -> &Path {
         &self.0.point
     }
 
     /// Returns whether there is a group of this path, such as `/system.slice/camera.service`.
-    #[must_use]
     pub fn has(&self, group: &str) -> bool {
         self.folder(group).is_some_and(|folder| folder.is_dir())
     }
 
     /// Returns the path of the group of a process, if it is visible.
-    #[must_use]
     pub fn group_of(&self, root: &ProbeRoot, pid: u32) -> Option<String> {
         let place = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
         self.path_of(&place.folder)
@@ -136,7 +128,6 @@ impl Hierarchy {
 
     /// Returns the processes of a group and of all groups below it; `None` if one is in another PID namespace, so that
     /// its id is unknown. A group that does not exist has none.
-    #[must_use]
     pub fn members(&self, group: &str) -> Option<BTreeSet<u32>> {
         let mut members = BTreeSet::new();
         for folder in folders(self.folder(group)?) {
@@ -151,7 +142,6 @@ impl Hierarchy {
     }
 
     /// Returns the paths of the groups for which `is_it` holds, in order.
-    #[must_use]
     pub fn find(&self, is_it: impl Fn(&Path) -> bool) -> BTreeSet<String> {
         let paths = folders(self.0.point.clone()).filter_map(|folder| self.path_of(&folder));
         paths.filter(|path| is_it(Path::new(path))).collect()
@@ -316,154 +306,9 @@ impl Place {
 
 /// Returns the path of the group charged for the memory of a process (`self` or its id), even if its folder is not
 /// visible: a container may show the host's paths.
-#[must_use]
 pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
     let membership = Membership::read(&root.proc(process).join("cgroup"))?;
     membership.v1_memory.or(membership.v2)
-}
-
-/// Limits of the control groups around this process. Their files are kept open, since each sample reads them. A limit
-/// may be set or changed at any time, and this process may be moved to another group.
-#[derive(Debug)]
-pub(super) struct GroupWatch {
-    root: ProbeRoot,
-    membership: Option<Source>,
-    /// Membership for which the groups were opened.
-    member_of: Vec<u8>,
-    groups: Vec<WatchedGroup>,
-    /// Index of the group with the tightest limit at the last reading.
-    tightest: Option<usize>,
-}
-
-#[derive(Debug)]
-struct WatchedGroup {
-    name: String,
-    limits: Vec<Source>,
-    used: Option<Source>,
-    stat: Option<Source>,
-    version: CgroupVersion,
-    /// Whether its statistics include limits of invisible ancestors.
-    is_top: bool,
-}
-
-impl GroupWatch {
-    /// Opens the groups around this process; none if no memory controller is mounted.
-    pub(super) fn open(root: &ProbeRoot) -> Self {
-        let membership = Source::open_optional(root.proc("self/cgroup"));
-        let mut watch = Self {
-            root: root.clone(),
-            membership,
-            member_of: Vec::new(),
-            groups: Vec::new(),
-            tightest: None,
-        };
-        watch.follow();
-        watch
-    }
-
-    /// Returns the tightest limit, and the least memory left in a group; `None` if none has a limit.
-    pub(super) fn read(&mut self) -> Option<GroupRoom> {
-        self.follow();
-        self.tightest = None;
-        let mut room: Option<GroupRoom> = None;
-        for (index, group) in self.groups.iter_mut().enumerate() {
-            let Some(own) = group.read() else { continue };
-            if room.is_none_or(|room| own.limit < room.limit) {
-                self.tightest = Some(index);
-            }
-            room = Some(room.map_or(own, |room| GroupRoom {
-                limit: room.limit.min(own.limit),
-                left: room.left.min(own.left),
-            }));
-        }
-        room
-    }
-
-    /// Returns the path of the group with the tightest limit at the last reading.
-    pub(super) fn tightest(&self) -> Option<&str> {
-        self.groups
-            .get(self.tightest?)
-            .map(|group| group.name.as_str())
-    }
-
-    /// Opens the groups again if the membership of this process has changed.
-    fn follow(&mut self) {
-        let Some(Ok(now)) = self.membership.as_mut().map(Source::read) else {
-            return;
-        };
-        if now == self.member_of {
-            return;
-        }
-        self.member_of = now.to_owned();
-        let group = Cgroup::own(&self.root);
-        self.groups = group.as_ref().map_or_else(Vec::new, |group| {
-            let around = group.around();
-            let top = around.last().copied();
-            around
-                .iter()
-                .map(|folder| WatchedGroup::open(&group.mount, folder, top == Some(folder)))
-                .collect()
-        });
-    }
-}
-
-impl WatchedGroup {
-    fn open(mount: &Mount, folder: &Path, is_top: bool) -> Self {
-        let (limits, used): (&[&str], _) = match mount.version {
-            CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes"),
-            // Above `memory.high`, every allocation waits for reclaim, so memory beyond it is unusable too.
-            CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current"),
-        };
-        Self {
-            name: mount.name_of(folder),
-            limits: limits
-                .iter()
-                .filter_map(|file| Source::open_optional(folder.join(file)))
-                .collect(),
-            used: Source::open_optional(folder.join(used)),
-            stat: Source::open_optional(folder.join("memory.stat")),
-            version: mount.version,
-            is_top,
-        }
-    }
-
-    fn read(&mut self) -> Option<GroupRoom> {
-        let bytes = |source: &mut Source| number(source.read().ok()?.trim_ascii()).map(Bytes::new);
-        // `max` does not parse as a number.
-        let own = self.limits.iter_mut().filter_map(bytes).min();
-        let shows_more = self.is_top && self.version == CgroupVersion::V1;
-        if own.is_none() && !shows_more {
-            return None;
-        }
-        let stat = self
-            .stat
-            .as_mut()
-            .and_then(|stat| stat.read().ok())
-            .unwrap_or_default();
-        let around = value_of(stat, b"hierarchical_memory_limit")
-            .map(Bytes::new)
-            .filter(|_| shows_more);
-        let limit = own
-            .into_iter()
-            .chain(around)
-            .filter(|limit| *limit < V1_UNLIMITED)
-            .min()?;
-        // Reclaimed before the group kills, as in the machine's `MemAvailable`; includes descendants.
-        let cache: [&[u8]; 2] = match self.version {
-            CgroupVersion::V1 => [b"total_inactive_file", b"total_active_file"],
-            CgroupVersion::V2 => [b"inactive_file", b"active_file"],
-        };
-        let cache: Bytes = cache
-            .iter()
-            .filter_map(|key| value_of(stat, key))
-            .map(Bytes::new)
-            .sum();
-        let used = self.used.as_mut().and_then(bytes).unwrap_or_default();
-        Some(GroupRoom {
-            limit,
-            left: limit.saturating_sub(used.saturating_sub(cache)),
-        })
-    }
 }
 
 /// `/proc/<pid>/cgroup`: the group in each hierarchy.
@@ -552,7 +397,8 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{watch::GroupWatch, *};
+    use cotenant_policy::pressure::GroupRoom;
 
     /// Creates a root with these files below `sys/fs/cgroup`, and this process in `membership`.
     fn tree(membership: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {

@@ -11,7 +11,6 @@ use super::ProbeRoot;
 
 /// Returns the number of physical cores among the processors that this process may use (`taskset`, `cpuset`), limited
 /// by the CPU quota of its control group.
-#[must_use]
 pub fn usable_cores(root: &ProbeRoot) -> usize {
     let quota = available_parallelism().map_or(1, NonZeroUsize::get);
     let own = sched_getaffinity(Pid::from_raw(0));

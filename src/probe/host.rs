@@ -34,7 +34,6 @@ pub struct Neighbour {
 
 impl Host {
     /// Reads the summary.
-    #[must_use]
     pub fn read() -> Self {
         let processor = sysinfo::System::new().map_or_else(
             |_| "unknown processor".to_owned(),
@@ -65,7 +64,6 @@ fn lock_limit() -> Option<Bytes> {
 }
 
 /// Returns the `count` processes with the largest resident sets, largest first, except this one.
-#[must_use]
 pub fn largest_processes(count: usize) -> Vec<Neighbour> {
     let Ok(mut system) = sysinfo::System::new() else {
         return Vec::new();
@@ -95,7 +93,6 @@ pub fn largest_processes(count: usize) -> Vec<Neighbour> {
 
 /// Returns processes that have `device` open, such as `/dev/nvmap`: on a Jetson these hold GPU memory, which no other
 /// process list shows. Processes whose files are not visible to this user are omitted.
-#[must_use]
 pub fn holders_of(device: &Path) -> Vec<Neighbour> {
     let Ok(processes) = procfs::process::all_processes() else {
         return Vec::new();

@@ -108,7 +108,6 @@ impl Meminfo {
     ///
     /// The kernel counts free CMA as available, but nvmap cannot use it; NVIDIA's own driver subtracts it too
     /// (`system_heap_free_mem()`, `nvmap_ioctl.c`).
-    #[must_use]
     pub fn available_low(&self) -> Bytes {
         self.available
             .saturating_sub(self.cma_free.unwrap_or_default())
@@ -118,7 +117,6 @@ impl Meminfo {
     ///
     /// Its growth since the start, minus that of the zram store, approximates GPU memory if nvmap cannot be read. A
     /// missing line counts as zero.
-    #[must_use]
     pub fn residual(&self) -> Bytes {
         let accounted = [
             self.free,

@@ -27,7 +27,6 @@ pub struct PagePool {
 
 impl PagePool {
     /// Returns the size of both kinds of pages.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         page().saturating_mul(self.available_pages.saturating_add(self.to_zero_pages))
     }
@@ -53,7 +52,6 @@ pub struct Clients {
 
 impl Clients {
     /// Returns the memory of a process; `None` without a row.
-    #[must_use]
     pub fn of(&self, pid: u32) -> Option<Bytes> {
         let mut held = self
             .rows
@@ -65,7 +63,6 @@ impl Clients {
     }
 
     /// Returns the sum of all rows; `None` if the table was truncated.
-    #[must_use]
     pub fn held_by_all(&self) -> Option<Bytes> {
         let held = self.rows.iter().map(|row| row.size);
         self.total
@@ -73,7 +70,6 @@ impl Clients {
     }
 
     /// Returns the memory of several processes together; `None` if none has a row.
-    #[must_use]
     pub fn of_all(&self, pids: impl IntoIterator<Item = u32>) -> Option<Bytes> {
         let held = pids.into_iter().filter_map(|pid| self.of(pid));
         held.reduce(Bytes::saturating_add)
@@ -81,7 +77,6 @@ impl Clients {
 
     /// Parses the text of `iovmm/clients`, from the right: `CLIENT PROCESS PID SIZE`, R32 with `PSS` before `SIZE`.
     /// Other lines are skipped.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Self {
         let mut clients = Self::default();
         let mut sizes_per_row = 1;
@@ -107,7 +102,6 @@ pub struct Nvmap {
 
 impl Nvmap {
     /// Returns the folder if it exists and is readable.
-    #[must_use]
     pub fn find(root: &ProbeRoot) -> Option<Self> {
         let folder = root.sys("kernel/debug/nvmap");
         std::fs::read_dir(&folder).ok()?;
@@ -115,13 +109,11 @@ impl Nvmap {
     }
 
     /// Returns bytes allocated through nvmap by all processes.
-    #[must_use]
     pub fn total(&self) -> Option<Bytes> {
         read_number(&self.folder.join("stats/total_memory")).map(Bytes::new)
     }
 
     /// Reads the page pool.
-    #[must_use]
     pub fn pool(&self) -> Option<PagePool> {
         let pages = |name: &str| read_number(&self.folder.join("pagepool").join(name));
         Some(PagePool {
@@ -131,14 +123,12 @@ impl Nvmap {
     }
 
     /// Reads the memory of each process.
-    #[must_use]
     pub fn clients(&self) -> Option<Clients> {
         read_optional(&self.folder.join("iovmm/clients")).map(|text| Clients::parse(&text))
     }
 }
 
 /// Returns whether [`empty_pool`] is permitted: it requires root, or write access to the parameter.
-#[must_use]
 pub fn may_empty_pool(root: &ProbeRoot) -> bool {
     OpenOptions::new()
         .write(true)

@@ -37,13 +37,11 @@ pub struct ProcessStat {
 
 impl ProcessStat {
     /// Reads the file; `None` if the process does not exist or is not visible.
-    #[must_use]
     pub fn read(proc: &Path, pid: u32) -> Option<Self> {
         Self::parse(&read_bytes(&file(proc, pid, "stat")).ok()?)
     }
 
     /// Parses the text of `/proc/<pid>/stat`. The name may contain any characters, including parentheses and blanks.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         let open = text.iter().position(|b| *b == b'(')?;
         let close = text.iter().rposition(|b| *b == b')')?;
@@ -67,14 +65,12 @@ impl ProcessStat {
     }
 
     /// Returns whether it is a zombie, which holds no memory.
-    #[must_use]
     pub const fn is_dead(self) -> bool {
         self.main_thread_has_ended() && self.threads <= 1
     }
 
     /// Returns whether the main thread has ended. If other threads continue, their files show the memory, the process's
     /// own do not.
-    #[must_use]
     pub const fn main_thread_has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
@@ -107,7 +103,6 @@ impl ProcessMemory {
     }
 
     /// Parses the text of `/proc/<pid>/smaps_rollup`.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Option<Self> {
         Some(Self {
             pss: kib(text, b"Pss:")?,
@@ -120,7 +115,6 @@ impl ProcessMemory {
 
 /// Returns the thread whose files show the memory of a process whose main thread has ended while others run; `None` for
 /// every other process.
-#[must_use]
 pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
     let process = ProcessStat::read(proc, pid)?;
     if !process.main_thread_has_ended() || process.is_dead() {
@@ -145,7 +139,6 @@ fn memory_file(proc: &Path, pid: u32, name: &str) -> PathBuf {
 }
 
 /// Reads the resident set size from `/proc/<pid>/statm`: cheap, readable for every process, shared pages in full.
-#[must_use]
 pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
     let text = read_bytes(&memory_file(proc, pid, "statm")).ok()?;
     let pages = words(text.trim_ascii()).nth(1).and_then(number)?;
@@ -153,7 +146,6 @@ pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
 }
 
 /// Reads the processor time used by all threads of a process; `None` if it does not exist.
-#[must_use]
 pub fn cpu_time(pid: u32) -> Option<Duration> {
     let text = read_bytes(&file(Path::new("/proc"), pid, "stat")).ok()?;
     let close = text.iter().rposition(|byte| *byte == b')')?;
@@ -167,7 +159,6 @@ pub fn cpu_time(pid: u32) -> Option<Duration> {
 }
 
 /// Reads the peak resident set size of a process, shared pages in full (`VmHWM`).
-#[must_use]
 pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
     kib(
         &read_bytes(&memory_file(proc, pid, "status")).ok()?,
@@ -176,7 +167,6 @@ pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
 }
 
 /// Returns the value of a variable in a process's initial environment; `None` if it is unset or unreadable.
-#[must_use]
 pub fn environment(proc: &Path, pid: u32, variable: &str) -> Option<String> {
     let bytes = fs::read(file(proc, pid, "environ")).ok()?;
     bytes
@@ -186,7 +176,6 @@ pub fn environment(proc: &Path, pid: u32, variable: &str) -> Option<String> {
 }
 
 /// Returns all visible processes; empty if `/proc` cannot be listed.
-#[must_use]
 pub fn all(proc: &Path) -> Vec<ProcessStat> {
     ProcessTable::read(proc).unwrap_or_default().processes
 }
@@ -215,14 +204,12 @@ impl ProcessTable {
     }
 
     /// Returns a process and its descendants.
-    #[must_use]
     pub fn tree(&self, pid: u32) -> BTreeSet<u32> {
         self.descendants(|process| process.pid == pid)
     }
 
     /// Returns a process, the members of the group that it leads, and their descendants: members whose parent has ended
     /// are found by their group.
-    #[must_use]
     pub fn family(&self, leader: u32) -> BTreeSet<u32> {
         self.descendants(|process| process.pid == leader || process.group == leader)
     }
@@ -241,7 +228,6 @@ impl ProcessTable {
     }
 
     /// Returns the processes for which `is_root` holds, and their descendants.
-    #[must_use]
     pub fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {
         let roots = self.processes.iter().filter(|process| is_root(process));
         let mut found: BTreeSet<u32> = roots.map(|process| process.pid).collect();
@@ -263,7 +249,6 @@ impl ProcessTable {
 /// leaders are nested.
 ///
 /// Ascends from `pid`: listing every process of the machine would take milliseconds.
-#[must_use]
 pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> {
     let mut next = pid;
     for _ in 0..ANCESTORS_MAX {
@@ -379,7 +364,6 @@ impl OpenMemory {
 }
 
 /// Returns the present time in clock ticks since boot, as in [`ProcessStat::start_ticks`].
-#[must_use]
 pub fn boot_ticks() -> Option<u64> {
     let mut now = libc::timespec {
         tv_sec: 0,
@@ -398,7 +382,6 @@ pub fn boot_ticks() -> Option<u64> {
 }
 
 /// Returns the session of this process.
-#[must_use]
 pub fn own_session() -> u32 {
     nix::unistd::getsid(None).map_or(0, |session| session.as_raw().unsigned_abs())
 }

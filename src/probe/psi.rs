@@ -100,7 +100,6 @@ pub enum PsiRung {
 
 impl PsiRung {
     /// Returns the delay with which a stall is noticed, in words.
-    #[must_use]
     pub fn latency(self) -> &'static str {
         match self {
             Self::Absent => "stalls are not seen; memory is read every 10 ms to 1 s",
@@ -139,13 +138,11 @@ pub struct PsiWatch {
 
 impl PsiWatch {
     /// Arms the best trigger that this host permits on the memory pressure of the machine.
-    #[must_use]
     pub fn arm(root: &ProbeRoot) -> Self {
         Self::arm_at(&root.proc(MEMORY))
     }
 
     /// Does the same for any pressure file, for example `memory.pressure` of a control group.
-    #[must_use]
     pub fn arm_at(path: &Path) -> Self {
         if let Err(error) = read_bytes(path) {
             return Self {

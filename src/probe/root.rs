@@ -27,7 +27,6 @@ pub struct ProbeRoot {
 
 impl ProbeRoot {
     /// Uses `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
-    #[must_use]
     pub fn at(root: &Path) -> Self {
         let lib = Some(root.join("lib"))
             .filter(|lib| lib.is_dir())
@@ -45,43 +44,36 @@ impl ProbeRoot {
     }
 
     /// Returns whether it is the machine itself rather than a partial copy.
-    #[must_use]
     pub fn is_live(&self) -> bool {
         self.proc == Path::new("/proc")
     }
 
     /// Returns a path below `/proc`.
-    #[must_use]
     pub fn proc(&self, path: impl AsRef<Path>) -> PathBuf {
         self.proc.join(path)
     }
 
     /// Returns a path below `/sys`.
-    #[must_use]
     pub fn sys(&self, path: impl AsRef<Path>) -> PathBuf {
         self.sys.join(path)
     }
 
     /// Returns a path below `/etc`.
-    #[must_use]
     pub fn etc(&self, path: impl AsRef<Path>) -> PathBuf {
         self.etc.join(path)
     }
 
     /// Returns a path below `/var`.
-    #[must_use]
     pub fn var(&self, path: impl AsRef<Path>) -> PathBuf {
         self.var.join(path)
     }
 
     /// Returns a path below `/lib`.
-    #[must_use]
     pub fn lib(&self, path: impl AsRef<Path>) -> PathBuf {
         self.lib.join(path)
     }
 
     /// Returns the folder of a process.
-    #[must_use]
     pub fn process(&self, pid: u32) -> PathBuf {
         self.proc.join(pid.to_string())
     }

@@ -11,7 +11,7 @@ use super::{
     arc::ArcStats,
     board::{Board, L4tRelease},
     buddyinfo::FreeBlocks,
-    cgroup::GroupWatch,
+    cgroup::watch::GroupWatch,
     meminfo::Meminfo,
     nvmap::{Nvmap, PagePool},
     processes::MemorySum,
@@ -56,7 +56,6 @@ pub struct Reading {
 
 impl Reading {
     /// Returns `MemTotal`, or the tightest limit of an enclosing control group.
-    #[must_use]
     pub fn total(&self) -> Bytes {
         self.group.map_or(self.meminfo.total, |group| {
             group.limit.min(self.meminfo.total)
@@ -64,7 +63,6 @@ impl Reading {
     }
 
     /// Converts it to a sample for policy.
-    #[must_use]
     pub fn sample(&self, taken_at: Timestamp) -> Sample {
         let stat = self.vmstat.unwrap_or_default();
         Sample {
@@ -231,7 +229,6 @@ impl Sampler {
     }
 
     /// Returns the memory that a budget may cover, as of the last `reading`.
-    #[must_use]
     pub fn machine(&self, reading: &Reading) -> MachineMemory {
         MachineMemory {
             total: reading.total(),
@@ -240,7 +237,6 @@ impl Sampler {
     }
 
     /// Returns whether the machine of `reading` differs from `known`, without constructing it.
-    #[must_use]
     pub fn has_changed(&self, reading: &Reading, known: &MachineMemory) -> bool {
         reading.total() != known.total || self.limited_by(reading) != known.limited_by.as_deref()
     }
@@ -252,7 +248,6 @@ impl Sampler {
     }
 
     /// Returns whether each reading lists all processes.
-    #[must_use]
     pub const fn is_of_session(&self) -> bool {
         self.session.is_some()
     }
@@ -299,7 +294,6 @@ impl Sampler {
     }
 
     /// Returns whether [`refresh`](Self::refresh) has work.
-    #[must_use]
     pub fn wants_refresh(&self) -> bool {
         self.session
             .as_ref()
@@ -332,7 +326,6 @@ pub struct Ticker {
 
 impl Ticker {
     /// Uses the trigger of `watch`, if it has one that the runtime can watch. Call it inside a runtime.
-    #[must_use]
     pub fn new(watch: PsiWatch) -> Self {
         let alarm = watch.trigger.and_then(|trigger| match PsiAlarm::new(trigger) {
             Ok(alarm) => Some(alarm),
@@ -367,7 +360,6 @@ impl Ticker {
     }
 
     /// Returns the access to stall information on this host.
-    #[must_use]
     pub fn rung(&self) -> PsiRung {
         self.rung
     }

@@ -26,7 +26,6 @@ pub struct Sandbox {
 
 impl Sandbox {
     /// Returns the statuses of all running supervisors: processes named `cotenant` with the argument `serve`.
-    #[must_use]
     pub fn of_daemons(root: &ProbeRoot) -> Vec<Self> {
         let entries = fs::read_dir(&root.proc).into_iter().flatten().flatten();
         let mut found: Vec<Self> = entries

@@ -13,7 +13,7 @@
 use std::{
     fmt::Write as _,
     fs::File,
-    io::{self, Read as _},
+    io::{self, Read as _, Seek as _, SeekFrom},
     os::fd::AsRawFd as _,
     time::{Duration, Instant},
 };
@@ -132,10 +132,7 @@ impl SessionReader {
     fn list(&mut self) -> io::Result<()> {
         self.found.clear();
         self.threads.clear();
-        // SAFETY: the descriptor is open; the call only moves its position.
-        if unsafe { libc::lseek(self.folder.as_raw_fd(), 0, libc::SEEK_SET) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        (&self.folder).seek(SeekFrom::Start(0))?;
         let mut entries = [0u8; 8192];
         loop {
             // SAFETY: the kernel writes at most the length of the buffer.

@@ -21,20 +21,17 @@ pub struct SwapDevice {
 
 impl SwapDevice {
     /// Returns whether it is compressed memory rather than storage.
-    #[must_use]
     pub fn is_zram(&self) -> bool {
         self.name.starts_with("/dev/zram")
     }
 }
 
 /// Returns the active swap devices; empty without swap.
-#[must_use]
 pub fn devices(root: &ProbeRoot) -> Vec<SwapDevice> {
     read_optional(&root.proc("swaps")).map_or_else(Vec::new, |text| parse(&text))
 }
 
 /// Parses the text of `/proc/swaps`; other lines are skipped.
-#[must_use]
 pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
     lines(text)
         .skip(1)
@@ -54,7 +51,6 @@ pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
 /// Returns the memory used by all zram devices: the third field of `mm_stat`. `None` without zram.
 ///
 /// On a full board it is the second largest consumer: 3.9 GB for 6.6 GB of stored pages were observed.
-#[must_use]
 pub fn zram_store(root: &ProbeRoot) -> Option<Bytes> {
     ZramStore::open(root).read()
 }

@@ -35,7 +35,6 @@ impl Vmstat {
     }
 
     /// Parses the text of `/proc/vmstat`; other lines are skipped.
-    #[must_use]
     pub fn parse(text: &[u8]) -> Self {
         let mut stat = Self::default();
         for (_, line) in lines(text) {

@@ -163,13 +163,11 @@ impl Endpoint {
 #[error("cannot reach the supervisor at `{endpoint}`")]
 pub struct ConnectError {
     endpoint: Endpoint,
-    #[source]
     source: io::Error,
 }
 
 impl ConnectError {
     /// The remedy.
-    #[must_use]
     pub fn hint(&self) -> &'static str {
         match self.source.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {

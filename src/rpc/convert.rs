@@ -109,7 +109,6 @@ pub(super) fn target(target: &Target, reason: String, clock: Clock) -> v1::Targe
 }
 
 /// A class on the wire.
-#[must_use]
 pub const fn class(class: Class) -> v1::LeaseClass {
     match class {
         Class::AudioRealtime => v1::LeaseClass::AudioRealtime,

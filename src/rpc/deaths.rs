@@ -18,7 +18,6 @@ pub struct DeathLog {
 impl DeathLog {
     /// An empty log of the last `per_worker` certificates of each worker; the bound is per worker, so that a crash loop
     /// does not evict those of others.
-    #[must_use]
     pub fn new(per_worker: usize) -> Self {
         Self {
             kept: Mutex::default(),
@@ -39,7 +38,6 @@ impl DeathLog {
     }
 
     /// At most `limit` certificates, the latest first, of one worker or of all.
-    #[must_use]
     pub fn last(&self, worker: Option<&str>, limit: usize) -> Vec<Arc<DeathCertificate>> {
         let kept = locked(&self.kept);
         kept.iter()

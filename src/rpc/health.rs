@@ -29,7 +29,6 @@ pub const PRESSURE: &str = "cotenant.pressure";
 pub const REBOOT: &str = "cotenant.reboot";
 
 /// The name of a worker: `cotenant.worker.asr`.
-#[must_use]
 pub fn worker(name: &str) -> String {
     format!("cotenant.worker.{name}")
 }

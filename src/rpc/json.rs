@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 use super::{convert, supervisor::Supervisor, v1};
 
 /// The state with its last events, for the page at `/`.
-#[must_use]
 pub fn document(supervisor: &dyn Supervisor) -> Value {
     let mut document = status(&convert::full_status(supervisor));
     let log = supervisor.events().after(0, usize::MAX);
@@ -35,7 +34,6 @@ pub fn document(supervisor: &dyn Supervisor) -> Value {
 }
 
 /// Name of an enum value without the prefix of its type: `audio_realtime`.
-#[must_use]
 pub fn word(name: &str, prefix: &str) -> String {
     name.strip_prefix(prefix).unwrap_or(name).to_lowercase()
 }
@@ -73,7 +71,6 @@ fn object<const N: usize>(fields: [(&str, Value); N]) -> Value {
 }
 
 /// A field's name in proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
-#[must_use]
 pub fn camel_case(field: &str) -> String {
     let mut words = field.split('_');
     let mut name = words.next().unwrap_or_default().to_owned();
@@ -86,7 +83,6 @@ pub fn camel_case(field: &str) -> String {
 }
 
 /// A lease.
-#[must_use]
 pub fn lease(lease: &v1::Lease) -> Value {
     object!(lease;
         name, tenant,
@@ -113,7 +109,6 @@ fn target_json(target: &v1::Target) -> Value {
 }
 
 /// The state.
-#[must_use]
 pub fn status(status: &v1::GetStatusResponse) -> Value {
     object!(status;
         version, boot_id,
@@ -217,7 +212,6 @@ fn worker_json(worker: &v1::Worker) -> Value {
 }
 
 /// An event.
-#[must_use]
 pub fn entry(entry: &v1::JournalEntry) -> Value {
     object!(entry;
         sequence, boot_id,
@@ -231,7 +225,6 @@ pub fn entry(entry: &v1::JournalEntry) -> Value {
 }
 
 /// The longest time without accepting commands, in ms.
-#[must_use]
 pub fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
     let gap = engine.command_gap_max.as_ref()?;
     Duration::try_from(*gap)

@@ -16,6 +16,7 @@ use tokio::{
 #[cfg(doc)]
 use cotenant_probe::processes::boot_ticks;
 use cotenant_probe::{ProbeRoot, processes::ProcessStat};
+use cotenant_units::pidfd;
 
 /// The process at the other end of a connection, by the kernel's credentials.
 #[derive(Clone, Debug, Default)]
@@ -88,22 +89,20 @@ impl Process {
     }
 
     /// The process that had this id at `then`, in [`boot_ticks`], and still has it; `None` if it has ended.
-    #[must_use]
     pub fn of_earlier_peer(pid: u32, then: u64) -> Option<Self> {
-        let pidfd = pidfd_open(pid).ok()?;
+        let pidfd = pidfd::open(pid).ok()?;
         let started = ProcessStat::read(&ProbeRoot::default().proc, pid)?.start_ticks;
-        (started <= then && !is_over(&pidfd)).then_some(Self { pid, pidfd })
+        (started <= then && !pidfd::is_over(&pidfd)).then_some(Self { pid, pidfd })
     }
 
     /// Process id.
-    #[must_use]
     pub const fn pid(&self) -> u32 {
         self.pid
     }
 
     /// Whether the process has ended, reaped or not.
     pub(super) fn is_over(&self) -> bool {
-        is_over(&self.pidfd)
+        pidfd::is_over(&self.pidfd)
     }
 
     /// Waits until the process has ended.
@@ -160,22 +159,6 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
         .flatten()
 }
 
-fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes two integers and accesses no memory of this process.
-    let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    match RawFd::try_from(result) {
-        // SAFETY: the kernel has just created this descriptor, and no other code has its number.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// Whether the process of a pidfd has ended, reaped or not.
-fn is_over(pidfd: &OwnedFd) -> bool {
-    let mut poll = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-    nix::poll::poll(&mut poll, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
-}
-
 /// Whether the other end of a connection has been closed.
 fn is_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut poll = [PollFd::new(socket, PollFlags::empty())];
@@ -207,7 +190,7 @@ mod tests {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let process = Process {
             pid: child.id(),
-            pidfd: pidfd_open(child.id()).unwrap(),
+            pidfd: pidfd::open(child.id()).unwrap(),
         };
         drop(child.stdin.take());
         process.ended().await.unwrap();
@@ -258,6 +241,6 @@ mod tests {
         let mut child = Command::new("true").spawn().unwrap();
         let pid = child.id();
         child.wait().unwrap();
-        assert!(pidfd_open(pid).is_err());
+        assert!(pidfd::open(pid).is_err());
     }
 }

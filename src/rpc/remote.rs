@@ -58,7 +58,6 @@ pub enum RemoteError {
         /// Configured address.
         address: SocketAddr,
         /// Cause.
-        #[source]
         source: io::Error,
     },
 }

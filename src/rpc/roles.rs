@@ -94,7 +94,6 @@ pub struct Roles {
 
 impl Roles {
     /// Only root and `own_uid` have a role: operator.
-    #[must_use]
     pub fn new(own_uid: u32) -> Self {
         Self {
             operators: Ids::default(),
@@ -108,7 +107,6 @@ impl Roles {
     }
 
     /// The role of a peer.
-    #[must_use]
     pub fn role_of(&self, peer: &PeerInfo) -> Option<Role> {
         if peer.uid == 0 || peer.uid == self.own_uid || is_among(&self.operators, peer) {
             Some(Role::Operator)

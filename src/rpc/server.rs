@@ -111,14 +111,12 @@ pub enum BindError {
         /// Configured address.
         address: String,
         /// Cause.
-        #[source]
         source: io::Error,
     },
 }
 
 impl BindError {
     /// The remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::InUse { .. } => "stop the other supervisor, or configure another socket",
@@ -140,7 +138,6 @@ pub struct Sockets {
 
 impl Sockets {
     /// No sockets.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
@@ -293,7 +290,6 @@ impl Server {
     }
 
     /// Sets the statuses of the health service.
-    #[must_use]
     pub fn health(&self) -> Health {
         self.health.clone()
     }

@@ -229,7 +229,6 @@ pub(super) fn unfit(call: &'static str) -> Status {
 }
 
 /// The status of a denial.
-#[must_use]
 pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
     use Denial as D;
     let message = denial.to_string();

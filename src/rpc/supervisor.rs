@@ -18,8 +18,7 @@ use cotenant_policy::{
     lease::{LeaseId, LeaseRequest, Ticket},
     snapshot::Snapshot,
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, lock::locked};
 
 /// The daemon's interface for the services. No method blocks.
 pub trait Supervisor: Send + Sync + 'static {
@@ -189,7 +188,6 @@ struct Kept {
 
 impl EventLog {
     /// An empty log of the last `capacity` lines, with at most 4 MiB of text.
-    #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self {
             kept: Mutex::default(),
@@ -239,7 +237,6 @@ impl EventLog {
     }
 
     /// At most `limit` lines after number `sequence`.
-    #[must_use]
     pub fn after(&self, sequence: u64, limit: usize) -> Page {
         let kept = locked(&self.kept);
         let begin = kept

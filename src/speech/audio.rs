@@ -40,7 +40,6 @@ pub struct MonoAudio {
 
 impl MonoAudio {
     /// Samples at this rate.
-    #[must_use]
     pub const fn new(sample_rate_hz: u32, samples: Vec<i16>) -> Self {
         Self {
             sample_rate_hz,
@@ -60,7 +59,6 @@ impl MonoAudio {
     }
 
     /// Playing time.
-    #[must_use]
     pub fn duration(&self) -> Duration {
         duration_of(
             u64::try_from(self.samples.len()).unwrap_or(u64::MAX),
@@ -110,7 +108,6 @@ impl MonoAudio {
 }
 
 /// 16-bit samples as little-endian bytes.
-#[must_use]
 pub fn pcm_bytes(samples: &[i16]) -> Vec<u8> {
     samples
         .iter()
@@ -121,7 +118,6 @@ pub fn pcm_bytes(samples: &[i16]) -> Vec<u8> {
 /// Header of a 16-bit mono WAV file of unknown length.
 ///
 /// Both lengths are 2^32−1, as written by `ffmpeg` to pipes; [`parse_wav`] accepts that.
-#[must_use]
 pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
     let unknown = u32::MAX.to_le_bytes();
     let mut header = Vec::with_capacity(WAV_HEADER_BYTES);
@@ -284,7 +280,6 @@ impl PcmDecoder {
     }
 
     /// The input format.
-    #[must_use]
     pub const fn format(&self) -> AudioFormat {
         self.format
     }
@@ -315,7 +310,6 @@ impl PcmDecoder {
 
 /// Reason why audio cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum AudioError {
     /// It is not a WAV file, or one of an unsupported kind.
     #[error("not a readable WAV file")]

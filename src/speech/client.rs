@@ -121,7 +121,6 @@ pub struct WyomingClient {
 
 impl WyomingClient {
     /// A client that connects for each request.
-    #[must_use]
     pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
         Self {
             endpoint,
@@ -545,7 +544,6 @@ impl SpeechStream {
     }
 
     /// Samples per second.
-    #[must_use]
     pub const fn sample_rate_hz(&self) -> u32 {
         self.sample_rate_hz
     }
@@ -646,7 +644,6 @@ pub(super) fn brief(text: &str) -> String {
 
 /// Failure of a request to a Wyoming server.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ClientError {
     /// No server listens.
     #[error("cannot connect to `{endpoint}`")]
@@ -654,7 +651,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: io::Error,
     },
     /// A step took too long.
@@ -679,7 +675,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: io::Error,
     },
     /// The response is not a Wyoming message.
@@ -688,7 +683,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: FrameError,
     },
     /// The response is a Wyoming message with wrong fields.
@@ -697,7 +691,6 @@ pub enum ClientError {
         /// Address of the server.
         endpoint: Endpoint,
         /// Cause.
-        #[source]
         source: EventError,
     },
     /// The HTTP response is not the expected one.

@@ -34,7 +34,6 @@ use super::{
 pub const READ_FORMATS: &str = "wav, mp3, m4a or aac (AAC-LC), ogg or webm (Opus, Vorbis), flac";
 
 /// Whether a file is a WAV file.
-#[must_use]
 pub fn is_wav(file: &[u8]) -> bool {
     file.starts_with(b"RIFF")
 }

@@ -28,7 +28,7 @@ use super::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio},
     decode::decode_for_asr,
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, millis};
 
 /// Decodes files in sequence. Clones share one place.
 #[derive(Clone, Debug)]
@@ -39,7 +39,6 @@ pub struct Decoder {
 
 impl Decoder {
     /// A decoder that runs `program` with the argument [`DECODER_VERB`].
-    #[must_use]
     pub fn new(program: PathBuf) -> Self {
         Self {
             program,
@@ -73,7 +72,7 @@ impl Decoder {
         );
         ours.set_nonblocking(true)?;
         let mut stream = BufReader::new(UnixStream::from_std(ours)?);
-        let millis = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        let millis = millis(limit);
         let length = u64::try_from(file.len()).unwrap_or(u64::MAX);
         let header = [millis.to_le_bytes(), length.to_le_bytes()].concat();
         for part in [&header, file] {
@@ -148,7 +147,6 @@ impl Drop for Running {
 }
 
 /// Runs as the decoder process; its owner uses standard input and output.
-#[must_use]
 pub fn serve_stdin() -> ExitCode {
     match serve() {
         Ok(()) => ExitCode::SUCCESS,

@@ -64,7 +64,6 @@ pub struct HttpSpeechClient {
 
 impl HttpSpeechClient {
     /// A client of `host:port` that connects for each request.
-    #[must_use]
     pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
         Self {
             address,
@@ -130,7 +129,6 @@ impl HttpSpeechClient {
     }
 
     /// Whether the server supports speed.
-    #[must_use]
     pub const fn takes_speed(&self) -> bool {
         matches!(self.shape, HttpShape::Openai | HttpShape::Piper)
     }

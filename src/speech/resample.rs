@@ -100,7 +100,6 @@ impl Resampler {
     }
 
     /// Output samples still to come for the input so far.
-    #[must_use]
     pub fn behind(&self) -> u64 {
         self.wanted().saturating_sub(self.given)
     }
@@ -151,7 +150,6 @@ impl Resampler {
 
 /// Failure to convert a rate.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ResampleError {
     /// The rates cannot be converted.
     #[error("cannot change the sample rate from {from_hz} to {to_hz} Hz")]
@@ -161,7 +159,6 @@ pub enum ResampleError {
         /// Output samples per second.
         to_hz: u32,
         /// Cause.
-        #[source]
         source: rubato::ResamplerConstructionError,
     },
     /// A block failed.

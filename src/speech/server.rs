@@ -7,7 +7,7 @@ use std::{
     io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -28,7 +28,7 @@ use super::{
         write_frame,
     },
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Handler of a server's connections.
 pub trait Service: Send + Sync + 'static {
@@ -105,7 +105,6 @@ pub struct Refusal {
 
 impl Refusal {
     /// A refusal with this code and text.
-    #[must_use]
     pub fn new(code: &'static str, text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
@@ -200,7 +199,6 @@ impl Reply {
 
     /// A sender whose responses are withheld until [`Reply::release`] is called with its hold; beyond a limit, sending
     /// waits. They are dropped with the sender.
-    #[must_use]
     pub fn held(&self) -> (Self, Hold) {
         let hold = Hold(Arc::new(Held {
             waiting: tokio::sync::Mutex::new(Some(Default::default())),
@@ -227,7 +225,6 @@ impl Reply {
     }
 
     /// A sender for cancellable output: after the token is cancelled nothing more is written, including queued events.
-    #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
         let reply = Self {
@@ -499,10 +496,6 @@ impl Drop for Seat {
     fn drop(&mut self) {
         locked(&self.seats).taken.remove(&self.number);
     }
-}
-
-fn locked(seats: &Mutex<Seats>) -> MutexGuard<'_, Seats> {
-    seats.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Refuses a connection for lack of slots, and closes it.

@@ -72,7 +72,6 @@ enum State {
 impl VoiceDetector {
     /// A detector for this rate, in whole kHz, with a threshold from 0 (−60 dB of full scale) to 1 (−20 dB) and the
     /// pause that ends speech.
-    #[must_use]
     pub fn new(rate_hz: u32, threshold: f64, pause: Duration) -> Self {
         Self {
             level: FULL_SCALE * FULL_SCALE * 10f64.powf(-6.0 + 4.0 * threshold),
@@ -92,7 +91,6 @@ impl VoiceDetector {
     }
 
     /// Whether speech is in progress.
-    #[must_use]
     pub const fn is_speaking(&self) -> bool {
         matches!(self.state, State::Speaking { .. })
     }
@@ -181,7 +179,6 @@ impl Default for EarlyPause {
 
 impl EarlyPause {
     /// The pause, 150 ms to 400 ms.
-    #[must_use]
     pub const fn get(self) -> Duration {
         self.0
     }
@@ -198,7 +195,6 @@ impl EarlyPause {
 }
 
 /// Whether audio of this length, which began `elapsed` ago, arrives in real time; faster audio is a file.
-#[must_use]
 pub fn comes_as_spoken(audio: Duration, elapsed: Duration) -> bool {
     audio <= elapsed + AHEAD_MAX
 }
@@ -215,7 +211,6 @@ const AHEAD_MAX: Duration = Duration::from_millis(500);
 /// assert!(!contains_speech(&[5000; 16_000]));
 /// assert!(contains_speech(&[[20; 8000], [5000; 8000]].concat()));
 /// ```
-#[must_use]
 pub fn contains_speech(samples: &[i16]) -> bool {
     let power = |frame: &[i16]| {
         frame

@@ -35,7 +35,6 @@ impl SpeechClient {
     }
 
     /// Whether the worker supports speed; Wyoming has no field for it.
-    #[must_use]
     pub const fn takes_speed(&self) -> bool {
         match self {
             Self::Http(client) => client.takes_speed(),

@@ -13,13 +13,11 @@ pub fn set_commit(commit: &'static str) {
 }
 
 /// The commit of this program, `unknown` in development builds.
-#[must_use]
 pub fn commit() -> &'static str {
     COMMIT.get().copied().unwrap_or("unknown")
 }
 
 /// The version, with the commit if known.
-#[must_use]
 pub fn version() -> &'static str {
     let version = env!("CARGO_PKG_VERSION");
     VERSION.get_or_init(|| {

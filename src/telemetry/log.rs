@@ -43,14 +43,12 @@ pub enum LogError {
         /// Configured value.
         filter: String,
         /// Cause.
-        #[source]
         source: tracing_subscriber::filter::ParseError,
     },
     /// Logging has ended.
     #[error("cannot change the filter of the log")]
     Gone {
         /// Cause.
-        #[source]
         source: reload::Error,
     },
     /// The writer thread cannot be started.
@@ -94,7 +92,6 @@ pub struct LinesDropped(Arc<AtomicU64>);
 
 impl LinesDropped {
     /// Lines lost so far.
-    #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -102,7 +99,6 @@ impl LinesDropped {
 
 impl LogGuard {
     /// The counter of lost lines.
-    #[must_use]
     pub fn dropped(&self) -> LinesDropped {
         LinesDropped(Arc::clone(&self.dropped))
     }

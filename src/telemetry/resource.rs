@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 /// Resource attributes of the run `instance` on the machine `host`, overridden by the standard variables
 /// `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`.
-#[must_use]
 pub fn resource(
     instance: &str,
     host: Option<String>,

@@ -11,12 +11,13 @@ use std::{
     collections::{BTreeMap, BTreeSet, VecDeque, hash_map::RandomState},
     hash::BuildHasher as _,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use cotenant_units::lock::locked;
 use tokio::sync::Notify;
 
 /// Identity of a span in its trace, in the format of [W3C Trace Context](https://www.w3.org/TR/trace-context/).
@@ -41,7 +42,6 @@ impl SpanContext {
     /// assert_eq!((context.span_id, context.sampled), (0x00f0_67aa_0ba9_02b7, true));
     /// assert!(SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01").is_none());
     /// ```
-    #[must_use]
     pub fn parse(traceparent: &str) -> Option<Self> {
         let mut fields = traceparent.trim().split('-');
         let (version, trace, span, flags) = (
@@ -278,7 +278,6 @@ impl Spans {
 
 impl Tracer {
     /// A tracer that stores spans for an exporter.
-    #[must_use]
     pub fn recording() -> Self {
         Self(Some(Arc::new(Shared {
             spans: Mutex::default(),
@@ -291,7 +290,6 @@ impl Tracer {
     }
 
     /// Starts a child span of `parent`, or a trace. The span ends on drop.
-    #[must_use]
     pub fn begin(&self, name: &str, kind: SpanKind, parent: Option<SpanContext>) -> Span {
         let nothing = Span {
             shared: None,
@@ -330,7 +328,7 @@ impl Tracer {
             left_out: 0,
             failure: None,
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         if !charge(&mut spans.bytes, span.size()) {
             shared.dropped.fetch_add(1, Ordering::Relaxed);
             return nothing;
@@ -355,7 +353,7 @@ impl Tracer {
         let Some(shared) = &self.0 else {
             return;
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         let parents: BTreeSet<u64> = spans
             .open
             .values()
@@ -373,7 +371,6 @@ impl Tracer {
     }
 
     /// Spans accepted by a collector, and lost spans.
-    #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         let count = |count: fn(&Shared) -> &AtomicU64| {
             self.0
@@ -398,7 +395,7 @@ impl Tracer {
         let Some(shared) = &self.0 else {
             return Batch::default();
         };
-        let mut spans = shared.lock();
+        let mut spans = locked(&shared.spans);
         let count = spans.ended.len().min(BATCH_MAX);
         Batch {
             spans: spans.ended.drain(..count).collect(),
@@ -408,10 +405,6 @@ impl Tracer {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Spans> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A random id; never zero, which means none.
     fn fresh(&self) -> u64 {
         self.keys
@@ -445,7 +438,7 @@ impl Drop for Batch {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
             let bytes = self.spans.iter().map(EndedSpan::size).sum();
-            let mut spans = shared.lock();
+            let mut spans = locked(&shared.spans);
             spans.bytes = spans.bytes.saturating_sub(bytes);
         }
     }
@@ -460,7 +453,6 @@ pub struct Span {
 
 impl Span {
     /// Context for child spans; the parent's if this span is not recorded.
-    #[must_use]
     pub fn context(&self) -> Option<SpanContext> {
         self.context
     }
@@ -516,7 +508,7 @@ impl Span {
 
     fn with(&self, act: impl FnOnce(&mut Spans, u64)) {
         if let (Some(shared), Some(context)) = (&self.shared, self.context) {
-            act(&mut shared.lock(), context.span_id);
+            act(&mut locked(&shared.spans), context.span_id);
         }
     }
 }
@@ -560,7 +552,7 @@ mod tests {
     }
 
     fn bytes(tracer: &Tracer) -> usize {
-        tracer.0.as_ref().unwrap().lock().bytes
+        locked(&tracer.0.as_ref().unwrap().spans).bytes
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::error::Error;
 
 /// Renders the error and its causes on one line, outermost first: `cannot read the model: No such file or directory`.
 /// Causes from other code may have any length: each is truncated to `CHARS_MAX`.
-#[must_use]
 pub fn in_one_line(error: &dyn Error) -> String {
     let mut text = cut(error.to_string());
     let mut cause = error.source();

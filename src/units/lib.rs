@@ -1,10 +1,11 @@
 //! Quantities with units: bytes, tokens, layers, time since the start.
 //!
-//! Apart from the page size, nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a
+//! Apart from the page size and [`pidfd`], nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a
 //! float.
 
 pub mod causes;
 pub mod lock;
+pub mod pidfd;
 
 use std::{
     fmt,
@@ -41,31 +42,26 @@ impl Bytes {
     pub const MAX: Self = Self(u64::MAX);
 
     /// Wraps a number of bytes.
-    #[must_use]
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
     /// `kib` × 2^10 bytes; saturates.
-    #[must_use]
     pub const fn from_kib(kib: u64) -> Self {
         Self(kib.saturating_mul(1 << 10))
     }
 
     /// `mib` × 2^20 bytes; saturates.
-    #[must_use]
     pub const fn from_mib(mib: u64) -> Self {
         Self(mib.saturating_mul(1 << 20))
     }
 
     /// `gib` × 2^30 bytes; saturates.
-    #[must_use]
     pub const fn from_gib(gib: u64) -> Self {
         Self(gib.saturating_mul(1 << 30))
     }
 
     /// Returns the length of an object in memory as bytes.
-    #[must_use]
     pub const fn of_len(len: usize) -> Self {
         Self(len as u64)
     }
@@ -143,7 +139,6 @@ impl Bytes {
 
 /// Returns the kernel's page size, its allocation unit: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up
 /// to 64 KiB on other arm64 machines.
-#[must_use]
 pub fn page() -> Bytes {
     static PAGE: OnceLock<Bytes> = OnceLock::new();
     *PAGE.get_or_init(|| {
@@ -153,6 +148,16 @@ pub fn page() -> Bytes {
             .and_then(|size| u64::try_from(size).ok());
         Bytes::new(size.filter(|size| size.is_power_of_two()).unwrap_or(4096))
     })
+}
+
+/// Whole milliseconds of a duration; saturates.
+pub fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Whole microseconds of a duration; saturates.
+pub fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 impl fmt::Display for Bytes {
@@ -218,7 +223,6 @@ impl Tokens {
     pub const ZERO: Self = Self(0);
 
     /// Wraps a number of tokens.
-    #[must_use]
     pub const fn new(tokens: u32) -> Self {
         Self(tokens)
     }
@@ -248,7 +252,6 @@ impl Layers {
     pub const ZERO: Self = Self(0);
 
     /// Wraps a number of layers.
-    #[must_use]
     pub const fn new(layers: u32) -> Self {
         Self(layers)
     }
@@ -283,13 +286,11 @@ impl Timestamp {
     pub const NEVER: Self = Self(u64::MAX);
 
     /// `micros` µs after the start.
-    #[must_use]
     pub const fn from_micros(micros: u64) -> Self {
         Self(micros)
     }
 
     /// `millis` ms after the start.
-    #[must_use]
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis.saturating_mul(1000))
     }
@@ -382,7 +383,6 @@ fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Resu
 /// ```
 /// assert_eq!(cotenant_units::fnv1a("foobar"), 0x8594_4171_f739_67e8);
 /// ```
-#[must_use]
 pub fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

@@ -105,7 +105,6 @@ impl Survivor {
 
 /// Returns the running workers that supervisors of the place of `specs` have left behind and that match `specs`: at
 /// most one for each. Call it while no supervisor of this place runs.
-#[must_use]
 pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();

@@ -21,12 +21,7 @@ use cotenant_units::lock::locked;
 /// # Errors
 /// Before Linux 3.4.
 pub fn adopt_descendants() -> io::Result<()> {
-    // SAFETY: passes numbers only.
-    if unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(nix::sys::prctl::set_child_subreaper(true)?)
 }
 
 /// Starts a child and registers it before it can be mistaken for an adopted one.

@@ -45,7 +45,6 @@ pub struct WorkerProcess(watch::Receiver<Status>);
 
 impl WorkerProcess {
     /// Returns its process id if there is a process, ready or not.
-    #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.0.borrow().state.pid()
     }
@@ -55,7 +54,6 @@ impl WorkerHandle {
     /// Creates a stopped worker; each start has its own control group if `groups` supports them. Needs a tokio runtime.
     ///
     /// If `events` is full, this worker's task blocks, except for measurements, whose events are dropped.
-    #[must_use]
     pub fn new(
         spec: WorkerSpec,
         roots: ProbeRoot,
@@ -222,13 +220,11 @@ impl WorkerHandle {
     }
 
     /// Returns its name.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
     /// Returns its specification as of the last start.
-    #[must_use]
     pub fn spec(&self) -> Arc<WorkerSpec> {
         self.shared.spec()
     }
@@ -239,37 +235,31 @@ impl WorkerHandle {
     }
 
     /// Returns its state.
-    #[must_use]
     pub fn state(&self) -> WorkerState {
         self.status.borrow().state
     }
 
     /// Returns an observer of its process, which does not keep it running.
-    #[must_use]
     pub fn process(&self) -> WorkerProcess {
         WorkerProcess(self.status.clone())
     }
 
     /// Returns its address while it runs.
-    #[must_use]
     pub fn endpoint(&self) -> Option<Endpoint> {
         self.status.borrow().endpoint.clone()
     }
 
     /// Returns the variant in which it was started, or to which it last switched.
-    #[must_use]
     pub fn variant(&self) -> Option<String> {
         self.status.borrow().variant.clone()
     }
 
     /// Returns the measures of its last start, applied or not.
-    #[must_use]
     pub fn measures(&self) -> Vec<Measure> {
         self.shared.measures().clone()
     }
 
     /// Returns how often it was started.
-    #[must_use]
     pub fn starts(&self) -> u64 {
         self.status.borrow().start
     }
@@ -320,7 +310,6 @@ fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Kn
 
 /// Reason why a worker was not switched.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ResizeError {
     /// It is not ready, or its protocol has no switch.
     #[error("cannot switch worker `{worker}`: it is not ready")]
@@ -344,7 +333,6 @@ pub enum ResizeError {
         /// The variant.
         variant: String,
         /// Its error.
-        #[source]
         source: ClientError,
     },
 }

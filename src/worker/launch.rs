@@ -193,7 +193,6 @@ pub(crate) fn own_program() -> Option<String> {
 
 /// Reason why a command line cannot be built.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum LaunchError {
     /// The program is missing.
     #[error("argv is empty")]
@@ -232,7 +231,6 @@ pub enum LaunchError {
         /// The path.
         path: PathBuf,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Another process already listens on its port.

@@ -10,8 +10,7 @@ use std::{
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Reader of one output stream of a worker.
 #[derive(Debug)]

@@ -124,7 +124,6 @@ pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -
 
 /// Returns the number of processes that this one has started or adopted, with their descendants, except `leader`; reaps
 /// ended ones. For a program that has made itself the [adopter](descent::adopt_descendants) and runs only `leader`.
-#[must_use]
 pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
     let living = |process: &ProcessStat| match UnmanagedProcess::open(process.pid) {
         Ok(ended) if process.is_dead() => {

@@ -73,7 +73,6 @@ impl fmt::Display for PortOwner {
 }
 
 /// Returns the process that listens on a port, if visible.
-#[must_use]
 pub fn owner_of(port: u16) -> Option<PortOwner> {
     let sockets = procfs::net::tcp().unwrap_or_default();
     let sockets = sockets

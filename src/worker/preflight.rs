@@ -44,7 +44,6 @@ pub enum Severity {
 
 impl Severity {
     /// Returns its name.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Warning => "warning",
@@ -79,7 +78,6 @@ pub struct MachineFacts {
 }
 
 /// Checks every worker and the machine.
-#[must_use]
 pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts) -> Vec<Found> {
     let mut found: Vec<Found> = workers
         .iter()

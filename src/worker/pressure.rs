@@ -62,7 +62,6 @@ enum End {
 #[error("cannot create `{path}` for a worker to watch")]
 pub struct TapError {
     path: PathBuf,
-    #[source]
     source: io::Error,
 }
 
@@ -100,9 +99,9 @@ impl Tap {
         // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in
         // this one, since the worker being started keeps this value until it has ended.
         unsafe {
-            command.pre_exec(move || match libc::fcntl(fd, libc::F_SETFD, 0) {
-                0 => Ok(()),
-                _ => Err(io::Error::last_os_error()),
+            command.pre_exec(move || {
+                Errno::result(libc::fcntl(fd, libc::F_SETFD, 0))?;
+                Ok(())
             });
         }
     }

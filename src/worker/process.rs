@@ -6,7 +6,7 @@
 use std::{
     io,
     os::{
-        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
+        fd::{AsRawFd, OwnedFd},
         unix::process::CommandExt,
     },
     process::{Command, Stdio},
@@ -15,6 +15,10 @@ use std::{
     time::Duration,
 };
 
+use nix::{
+    errno::Errno,
+    sys::{prctl, signal::Signal},
+};
 use tokio::{
     io::{
         Interest,
@@ -29,6 +33,7 @@ use super::{
     descent,
     report::ExitStatus,
 };
+use cotenant_units::pidfd;
 
 /// Supervised process that has not been reaped. Dropping it kills its group and reaps it.
 #[derive(Debug)]
@@ -92,9 +97,9 @@ impl Process {
     /// # Errors
     /// If it has ended, or cannot be watched.
     pub(super) fn adopt(pid: u32, is_still_it: impl FnOnce() -> bool) -> io::Result<Self> {
+        let pidfd = pidfd::open(pid)?;
         let pid =
             libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let pidfd = pidfd_open(pid)?;
         // Open first, then verify: from here on, the id cannot be reused unnoticed.
         if !is_still_it() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
@@ -134,7 +139,7 @@ impl Process {
 
     pub(super) fn has_ended(&self) -> bool {
         if !self.child {
-            return is_over(self.pidfd.get_ref());
+            return pidfd::is_over(self.pidfd.get_ref());
         }
         matches!(
             wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG),
@@ -145,7 +150,7 @@ impl Process {
     /// Sends a signal to every process of its group.
     pub(super) fn signal_group(&self, signal: libc::c_int) -> io::Result<()> {
         // If another process reaps it, its id may already name another group.
-        if !self.child && is_over(self.pidfd.get_ref()) {
+        if !self.child && pidfd::is_over(self.pidfd.get_ref()) {
             return Ok(());
         }
         signal_group(self.pid, signal)
@@ -186,11 +191,7 @@ pub(super) struct UnmanagedProcess {
 impl UnmanagedProcess {
     /// Opens the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
-        let pid =
-            libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        Ok(Self {
-            pidfd: pidfd_open(pid)?,
-        })
+        pidfd::open(pid).map(|pidfd| Self { pidfd })
     }
 
     /// Sends it a signal; `false` if it has ended.
@@ -205,14 +206,10 @@ impl UnmanagedProcess {
                 0,
             )
         };
-        if result == 0 {
-            return Ok(true);
-        }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() == Some(libc::ESRCH) {
-            Ok(false)
-        } else {
-            Err(error)
+        match Errno::result(result) {
+            Ok(_) => Ok(true),
+            Err(Errno::ESRCH) => Ok(false),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -367,9 +364,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
             if leash == Leash::Long {
                 return inside.wall_in();
             }
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
-                return Err(io::Error::last_os_error());
-            }
+            prctl::set_pdeathsig(Signal::SIGKILL)?;
             // The parent may have ended before the signal was requested.
             if libc::getppid().unsigned_abs() != parent {
                 return Err(io::Error::from_raw_os_error(libc::ESRCH));
@@ -388,7 +383,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
         None => error,
     })?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
-    match pidfd_open(pid) {
+    match pidfd::open(child.id()) {
         Ok(pidfd) => Ok(RawSpawned {
             pid,
             parts: Some((pidfd, stdout, stderr)),
@@ -401,15 +396,6 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
             Err(error)
         }
     }
-}
-
-/// Returns whether the process of a pidfd has ended, child or not.
-fn is_over(pidfd: &OwnedFd) -> bool {
-    let mut poll = [nix::poll::PollFd::new(
-        pidfd.as_fd(),
-        nix::poll::PollFlags::POLLIN,
-    )];
-    nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
@@ -426,26 +412,11 @@ fn reap_adopted(pidfd: &OwnedFd) {
 
 fn signal_group(pid: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: `killpg` takes two integers. The group's id is not reused before its leader is reaped.
-    if unsafe { libc::killpg(pid, signal) } == 0 {
-        return Ok(());
+    match Errno::result(unsafe { libc::killpg(pid, signal) }) {
+        // The group may be empty.
+        Ok(_) | Err(Errno::ESRCH) => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    let error = io::Error::last_os_error();
-    // The group is empty.
-    if error.raw_os_error() == Some(libc::ESRCH) {
-        return Ok(());
-    }
-    Err(error)
-}
-
-fn pidfd_open(pid: libc::pid_t) -> io::Result<OwnedFd> {
-    // SAFETY: `pidfd_open` takes two integers; the flags must be 0.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code uses it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Registers a pidfd with the runtime; it becomes readable when the process has ended.
@@ -463,12 +434,10 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
         // SAFETY: `info` is valid for writes, and the descriptor is open.
         let result =
             unsafe { libc::waitid(libc::P_PIDFD, id, &raw mut info, libc::WEXITED | flags) };
-        if result != 0 {
-            let error = io::Error::last_os_error();
-            if error.kind() == io::ErrorKind::Interrupted {
-                continue;
-            }
-            return Err(error);
+        match Errno::result(result) {
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(error) => return Err(error.into()),
         }
         // SAFETY: `waitid` has set the fields of a child's end, or left the process id at 0.
         let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };

@@ -139,7 +139,6 @@ impl fmt::Display for Intent {
 }
 
 /// Returns `SIGKILL` for 9, and so on; `signal 35` for those without a name.
-#[must_use]
 pub fn signal_name(signal: i32) -> String {
     nix::sys::signal::Signal::try_from(signal)
         .map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
@@ -161,7 +160,6 @@ impl MemoryReading {
     ///
     /// GPU pages mapped by the processor are in both sums. With GPU memory, the first sum is therefore limited to the
     /// charge of the control group, which excludes them.
-    #[must_use]
     pub fn used(&self) -> Bytes {
         match self.gpu {
             Some(gpu) => self
@@ -174,7 +172,6 @@ impl MemoryReading {
     }
 
     /// Returns its peak memory as recorded by the kernel, at least its present memory; GPU memory has no recorded peak.
-    #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         let peak = self.sum.peak?;
         Some(self.gpu.map_or(peak, |_| peak.max(self.used())))

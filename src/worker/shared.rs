@@ -161,7 +161,6 @@ pub enum WorkerState {
 
 impl WorkerState {
     /// Returns the process id, if there is a process.
-    #[must_use]
     pub const fn pid(self) -> Option<u32> {
         match self {
             Self::Stopped => None,
@@ -172,7 +171,6 @@ impl WorkerState {
 
 /// Reason why a worker was not started.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum StartError {
     /// Its pressure file cannot be created.
     #[error("cannot start worker `{worker}`")]
@@ -180,7 +178,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: TapError,
     },
     /// It already runs.
@@ -205,7 +202,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: LaunchError,
     },
     /// It cannot be confined as configured.
@@ -214,7 +210,6 @@ pub enum StartError {
         /// Its name.
         worker: String,
         /// Its error.
-        #[source]
         source: ConfineError,
     },
     /// It cannot be taken over from the previous supervisor.
@@ -225,7 +220,6 @@ pub enum StartError {
         /// Its process id.
         pid: u32,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Its program cannot be executed.
@@ -236,7 +230,6 @@ pub enum StartError {
         /// The program.
         program: String,
         /// Its error.
-        #[source]
         source: io::Error,
     },
     /// Its task has ended with the runtime.

@@ -64,7 +64,6 @@ pub struct Successor {
 
 impl WorkerSpec {
     /// Returns a worker with this name and argv that speaks Wyoming on `listen`, with the defaults of this module.
-    #[must_use]
     pub fn new(name: impl Into<String>, argv: Vec<String>, listen: Listen) -> Self {
         let name = name.into();
         Self {

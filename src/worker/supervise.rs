@@ -36,8 +36,7 @@ use super::{
 use cotenant_policy::death::DeathCertificate;
 use cotenant_probe::processes::ProcessStat;
 use cotenant_speech::client::{ClientTimeouts, Endpoint, WyomingClient};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{causes::in_one_line, lock::locked};
 
 /// Owner of one worker's process, serving its handles.
 pub(super) struct Supervisor {

@@ -15,7 +15,6 @@ pub struct Reading {
 
 impl Reading {
     /// Takes a reading.
-    #[must_use]
     pub fn now() -> Self {
         Self {
             at: Instant::now(),

@@ -35,8 +35,7 @@ use cotenant_speech::{
     },
 };
 use cotenant_threads::blocking;
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, causes::in_one_line};
 
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]

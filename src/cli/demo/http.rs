@@ -10,7 +10,6 @@ pub(super) enum HttpError {
         /// The path.
         path: &'static str,
         /// The cause.
-        #[source]
         source: Box<ureq::Error>,
     },
     /// The response is an error.

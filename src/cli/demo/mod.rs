@@ -44,9 +44,7 @@ use cotenant_rpc::v1::{
     operator_service_client::OperatorServiceClient,
 };
 use cotenant_threads::blocking;
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, causes::in_one_line, lock::locked};
 
 /// Size of the chart on the terminal, in characters.
 const CHART_WIDTH: usize = 100;
@@ -72,7 +70,6 @@ pub struct DemoArgs {
 }
 
 /// Runs the demonstration; the exit code is its verdict.
-#[must_use]
 pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
     // Before a minute is spent on a run whose report cannot be written.
     if let Err(error) = report::make_folder(&args.out) {

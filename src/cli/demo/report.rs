@@ -18,8 +18,7 @@ use crate::{
 use cotenant_probe::{ProbeRoot, capabilities::Capabilities};
 use cotenant_rpc::v1::GetStatusResponse;
 use cotenant_speech::audio::{MonoAudio, parse_wav};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, causes::in_one_line};
 
 #[derive(Clone, Debug)]
 pub(super) struct Check {

@@ -13,8 +13,7 @@ use cotenant_rpc::v1::{
     EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
     operator_service_client::OperatorServiceClient,
 };
-use cotenant_units::lock::locked;
-use cotenant_units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp, lock::locked};
 
 /// Interval between two looks at the status.
 const LOOK: Duration = Duration::from_millis(50);

@@ -20,8 +20,7 @@ use cotenant_engine::{
     arena::{Backing, Mapping},
     reader::READERS,
 };
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Read rates, MiB per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

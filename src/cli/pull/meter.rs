@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::progress::Progress;
-use cotenant_units::{Bytes, TimeSpan};
+use cotenant_units::{Bytes, TimeSpan, millis};
 
 /// A progress bar over several files.
 pub(super) struct Meter {
@@ -46,7 +46,7 @@ impl Meter {
         }
         let done = self.before.saturating_add(done);
         let (began, first) = *self.began.get_or_insert((now, done));
-        let millis = u64::try_from((now - began).as_millis()).unwrap_or(u64::MAX);
+        let millis = millis(now - began);
         let per_s = done.saturating_sub(first).saturating_mul(1000) / millis.max(1);
         let left = self.whole.saturating_sub(done) / per_s.max(1);
         let mut what = format!("{name}: {} of {}", Bytes::new(done), Bytes::new(self.whole));

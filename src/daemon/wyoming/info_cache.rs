@@ -22,8 +22,7 @@ use cotenant_speech::{
     },
 };
 use cotenant_threads::blocking;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{causes::in_one_line, lock::locked};
 use cotenant_worker::handle::WorkerHandle;
 
 /// Answer to `describe`, kept up to date.

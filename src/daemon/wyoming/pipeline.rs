@@ -49,8 +49,7 @@ use cotenant_speech::{
     },
 };
 use cotenant_telemetry::{Span, SpanKind};
-use cotenant_units::Tokens;
-use cotenant_units::lock::locked;
+use cotenant_units::{Tokens, lock::locked, millis};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {
@@ -775,10 +774,6 @@ fn said(text: &str, context: Map<String, Value>) -> Handled {
 
 fn some(context: Map<String, Value>) -> Option<Map<String, Value>> {
     (!context.is_empty()).then_some(context)
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Longest answer: some five minutes of speech.

@@ -137,6 +137,16 @@ pub(super) enum Found {
     Nothing,
 }
 
+impl Found {
+    /// The same, behind `lead` bytes.
+    fn behind(self, lead: usize) -> Self {
+        match self {
+            Self::Calls(calls, end) => Self::Calls(calls, lead + end),
+            other => other,
+        }
+    }
+}
+
 /// Parser of calls at the beginning of a text.
 #[derive(Clone, Copy)]
 pub(super) struct CallParser<'functions> {
@@ -159,10 +169,9 @@ impl CallParser<'_> {
             Some('<') => self.tagged(body),
             Some(_) => self.named(body),
         };
-        match found {
-            Found::Calls(calls, end) => Found::Calls(calls, lead + end),
+        match found.behind(lead) {
             Found::More if self.ended => Found::Nothing,
-            other => other,
+            found => found,
         }
     }
 
@@ -195,6 +204,13 @@ impl CallParser<'_> {
             Some(calls) => Found::Calls(calls, end),
             None => Found::Nothing,
         }
+    }
+
+    /// A call of a function by an object with its arguments.
+    fn object(self, name: &str, body: &str) -> Found {
+        self.value(body, |value| {
+            value.is_object().then(|| vec![call(name, value)])
+        })
     }
 
     fn list(self, body: &str) -> Found {
@@ -240,10 +256,7 @@ impl CallParser<'_> {
     /// `<function=name>` and its arguments.
     fn tagged(self, body: &str) -> Found {
         if let Some(rest) = body.strip_prefix(DEEPSEEK) {
-            return match self.deepseek(rest) {
-                Found::Calls(calls, end) => Found::Calls(calls, DEEPSEEK.len() + end),
-                other => other,
-            };
+            return self.deepseek(rest).behind(DEEPSEEK.len());
         }
         let Some(rest) = body.strip_prefix(FUNCTION) else {
             return if FUNCTION.starts_with(body) || DEEPSEEK.starts_with(body) {
@@ -269,13 +282,7 @@ impl CallParser<'_> {
         let at = |rest: &str| body.len() - rest.len();
         let mut rest = rest.trim_start();
         if rest.starts_with('{') {
-            let found = self.value(rest, |value| {
-                value.is_object().then(|| vec![call(name, value)])
-            });
-            return match found {
-                Found::Calls(calls, end) => Found::Calls(calls, at(rest) + end),
-                other => other,
-            };
+            return self.object(name, rest).behind(at(rest));
         }
         let mut arguments = Map::new();
         loop {
@@ -335,10 +342,7 @@ impl CallParser<'_> {
         if !object.starts_with('{') || !self.accepts(name) {
             return Found::Nothing;
         }
-        let found = self.value(object, |value| {
-            value.is_object().then(|| vec![call(name, value)])
-        });
-        match found {
+        match self.object(name, object) {
             Found::Calls(calls, end) => {
                 let before = body.len() - object.len() + end;
                 let after = body.get(before..).unwrap_or_default();
@@ -405,10 +409,7 @@ impl CallParser<'_> {
             .strip_prefix(CALL)
             .filter(|_| !self.functions.has("call"))
         {
-            return match self.escaped(rest) {
-                Found::Calls(calls, end) => Found::Calls(calls, CALL.len() + end),
-                other => other,
-            };
+            return self.escaped(rest).behind(CALL.len());
         }
         if !self.ended && CALL.starts_with(body) {
             return Found::More;
@@ -477,12 +478,8 @@ impl CallParser<'_> {
         if !arguments.starts_with('{') {
             return Found::Nothing;
         }
-        match self.value(arguments, |value| {
-            value.is_object().then(|| vec![call(name, value)])
-        }) {
-            Found::Calls(calls, end) => Found::Calls(calls, body.len() - arguments.len() + end),
-            other => other,
-        }
+        let before = body.len() - arguments.len();
+        self.object(name, arguments).behind(before)
     }
 
     /// A declared name without the affixes added by models: `default_api.name`, `name.call`.
@@ -584,10 +581,7 @@ pub(super) fn of_object(name: &str, arguments: &str, cut: bool) -> AnswerPart {
     } else {
         arguments.trim()
     };
-    let found = parser.value(body, |value| {
-        value.is_object().then(|| vec![call(name, value)])
-    });
-    let read = match found {
+    let read = match parser.object(name, body) {
         Found::Calls(calls, end) if end == body.len() => calls.into_iter().next(),
         _ => None,
     };

@@ -26,7 +26,6 @@ pub fn retry_gpu() {
 }
 
 /// Why the CPU computes although a GPU is allowed.
-#[must_use]
 pub fn without_gpu(compute: Compute) -> Option<Unavailable> {
     match compute.device.choice {
         DeviceChoice::Auto => cuda::find(compute).err(),

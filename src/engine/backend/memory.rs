@@ -81,7 +81,7 @@ impl Owner {
             .memory
             .device()
             .map(|memory| (memory.address(), view.offset as u64));
-        start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
+        start.ok_or_else(|| DeviceError::new("memory of the host is used"))
     }
 
     /// Device address of `len` bytes from `offset` of address space, all of which are open.
@@ -96,7 +96,7 @@ impl Owner {
             Space::Device(space) if offset.saturating_add(len) <= space.open().as_len() => {
                 Ok(space.address() + offset as u64)
             }
-            _ => Err(DeviceError::new("a part of the cache is closed".to_owned())),
+            _ => Err(DeviceError::new("a part of the cache is closed")),
         }
     }
 
@@ -112,9 +112,7 @@ impl Owner {
         if owner == self.0 {
             Ok(())
         } else {
-            Err(DeviceError::new(
-                "memory of another backend is used".to_owned(),
-            ))
+            Err(DeviceError::new("memory of another backend is used"))
         }
     }
 }
@@ -150,19 +148,16 @@ pub struct Buffer {
 
 impl Buffer {
     /// Length in bytes: whole pages.
-    #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.memory.bytes()
     }
 
     /// Length including its staging memory.
-    #[must_use]
     pub fn held(&self) -> Bytes {
         self.memory.held()
     }
 
     /// Resident size.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         self.memory.resident()
     }
@@ -190,19 +185,16 @@ impl Buffer {
     }
 
     /// The `f32` in `range`.
-    #[must_use]
     pub fn view(&self, range: Range<usize>) -> View {
         self.view_bytes(range.start.saturating_mul(4), range.len().saturating_mul(4))
     }
 
     /// The `f32` from `start` on.
-    #[must_use]
     pub fn from(&self, start: usize) -> View {
         self.view(start..(self.bytes().as_len() / 4).max(start))
     }
 
     /// `len` bytes from `offset`.
-    #[must_use]
     pub fn view_bytes(&self, offset: usize, len: usize) -> View {
         View {
             memory: Arc::clone(&self.memory),
@@ -230,7 +222,6 @@ pub struct View {
 
 impl View {
     /// Length in bytes.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
@@ -253,7 +244,6 @@ impl View {
     }
 
     /// Whether it is empty.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -265,7 +255,6 @@ impl View {
     }
 
     /// Its address, or `None` unless it lies inside its buffer.
-    #[must_use]
     pub fn range(&self) -> Option<NonNull<u8>> {
         self.memory.range(self.offset, self.len)
     }
@@ -306,7 +295,6 @@ impl Region {
     }
 
     /// Whether its open part is backed by memory before the first touch.
-    #[must_use]
     pub fn is_memory_at_once(&self) -> bool {
         matches!(&*self.space, Space::Device(_))
     }
@@ -324,7 +312,6 @@ impl Region {
     }
 
     /// Resident size.
-    #[must_use]
     pub fn resident(&self) -> Bytes {
         match &*self.space {
             Space::Host(space) => space.resident(),
@@ -333,7 +320,6 @@ impl Region {
     }
 
     /// As [`Reserve::range`]; `None` for memory of a device.
-    #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         match &*self.space {
             Space::Host(space) => space.range(offset, len),
@@ -362,7 +348,6 @@ pub enum Span {
 
 impl Span {
     /// Number of bytes.
-    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::Buffer(view) => view.len(),
@@ -371,7 +356,6 @@ impl Span {
     }
 
     /// Whether it is empty.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -413,7 +397,6 @@ pub enum Part {
 }
 
 /// Byte offset of one head's `part` of the attention layer `layer` in every block.
-#[must_use]
 pub fn offset_in_block(
     shape: &KvShape,
     kind: KvType,
@@ -478,9 +461,7 @@ impl<'op> Access<'op> {
     pub(super) fn weight(&self, view: &'op View) -> Result<&'op [u8], DeviceError> {
         let start = self.address(view)?;
         if self.overlaps(start, view.len, false) {
-            return Err(DeviceError::new(
-                "a result lies where a weight does".to_owned(),
-            ));
+            return Err(DeviceError::new("a result lies where a weight does"));
         }
         // SAFETY: as in `read`; written memory is opened before weights are.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr(), view.len) })
@@ -514,7 +495,7 @@ impl<'op> Access<'op> {
         self.is_own(region.owner)?;
         match &*region.space {
             Space::Host(space) => Ok(space),
-            Space::Device(_) => Err(DeviceError::new("memory of a device is used".to_owned())),
+            Space::Device(_) => Err(DeviceError::new("memory of a device is used")),
         }
     }
 
@@ -534,7 +515,7 @@ impl<'op> Access<'op> {
             Span::Buffer(view) => self.address(view),
             Span::Region(region, bytes) => {
                 let address = self.region(region)?.range(bytes.start, bytes.len());
-                address.ok_or_else(|| DeviceError::new("a block of the cache is closed".to_owned()))
+                address.ok_or_else(|| DeviceError::new("a block of the cache is closed"))
             }
         }
     }
@@ -543,9 +524,7 @@ impl<'op> Access<'op> {
         if owner == self.owner {
             Ok(())
         } else {
-            Err(DeviceError::new(
-                "memory of another backend is used".to_owned(),
-            ))
+            Err(DeviceError::new("memory of another backend is used"))
         }
     }
 
@@ -567,9 +546,7 @@ impl<'op> Access<'op> {
         written: bool,
     ) -> Result<NonNull<u8>, DeviceError> {
         if self.overlaps(start, len, written) {
-            return Err(DeviceError::new(
-                "a result lies where something else does".to_owned(),
-            ));
+            return Err(DeviceError::new("a result lies where something else does"));
         }
         let from = start.addr().get();
         let Some(span) = self.spans.get_mut(self.count) else {
@@ -596,9 +573,7 @@ fn floats_of(start: NonNull<u8>, len: usize) -> Result<(), DeviceError> {
     if start.addr().get().is_multiple_of(4) && len.is_multiple_of(4) {
         Ok(())
     } else {
-        Err(DeviceError::new(
-            "a view of floats is cut or misaligned".to_owned(),
-        ))
+        Err(DeviceError::new("a view of floats is cut or misaligned"))
     }
 }
 

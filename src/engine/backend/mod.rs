@@ -88,7 +88,6 @@ pub struct Limits {
 
 impl Limits {
     /// Limits of a model in this many parts, for any context: inspection must see the same needs as opening.
-    #[must_use]
     pub fn of(spec: &Spec, parts: usize) -> Self {
         Self {
             context: spec.context_max,

@@ -478,7 +478,6 @@ pub enum Matrices {
 
 impl Matrices {
     /// Whether a backend that takes parts computes on these, with rows of `columns` elements.
-    #[must_use]
     pub fn may_be(parts: &[Span], columns: usize) -> bool {
         let together = columns * ROWS_TOGETHER * size_of::<f32>();
         parts.len() <= PARTS_MAX && parts.iter().all(|part| part.len().is_multiple_of(together))

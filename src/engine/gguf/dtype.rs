@@ -48,13 +48,11 @@ impl GgmlDType {
     }
 
     /// Elements of a block; 1 for floats.
-    #[must_use]
     pub const fn block_size(self) -> usize {
         self.block().0
     }
 
     /// Bytes of a block.
-    #[must_use]
     pub const fn type_size(self) -> usize {
         self.block().1
     }
@@ -89,13 +87,11 @@ pub(super) fn dtype_of(kind: u32) -> Option<GgmlDType> {
 }
 
 /// The number of a type in the file.
-#[must_use]
 pub const fn type_number(dtype: GgmlDType) -> u32 {
     dtype as u32
 }
 
 /// The name of a supported type, as printed by llama.cpp.
-#[must_use]
 pub fn dtype_name(dtype: GgmlDType) -> &'static str {
     type_name(type_number(dtype)).unwrap_or_default()
 }

@@ -223,37 +223,31 @@ impl Header {
     }
 
     /// Path of the file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Its parts: one file, or several.
-    #[must_use]
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }
 
     /// Length at opening, of all parts together.
-    #[must_use]
     pub const fn file_bytes(&self) -> Bytes {
         self.file_bytes
     }
 
     /// `general.architecture`, or an empty text.
-    #[must_use]
     pub fn architecture(&self) -> &str {
         self.string("general.architecture").unwrap_or_default()
     }
 
     /// The value of `key`.
-    #[must_use]
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.metadata.get(key)
     }
 
     /// The text of `key`.
-    #[must_use]
     pub fn string(&self, key: &str) -> Option<&str> {
         match self.value(key)? {
             Value::String(text) => Some(text),
@@ -262,7 +256,6 @@ impl Header {
     }
 
     /// The integer of `key`, if it is not negative and fits.
-    #[must_use]
     pub fn u32(&self, key: &str) -> Option<u32> {
         self.value(key)?
             .as_u64()
@@ -270,13 +263,11 @@ impl Header {
     }
 
     /// The number of `key`.
-    #[must_use]
     pub fn f32(&self, key: &str) -> Option<f32> {
         self.value(key)?.as_f32()
     }
 
     /// The boolean of `key`.
-    #[must_use]
     pub fn bool(&self, key: &str) -> Option<bool> {
         match self.value(key)? {
             Value::Bool(value) => Some(*value),
@@ -285,7 +276,6 @@ impl Header {
     }
 
     /// The list of texts of `key`, such as `tokenizer.ggml.tokens`.
-    #[must_use]
     pub fn strings(&self, key: &str) -> Option<&StringTable> {
         match self.value(key)? {
             Value::Array(Array::Strings(table)) => Some(table),
@@ -294,7 +284,6 @@ impl Header {
     }
 
     /// The list of integers of `key`, such as `tokenizer.ggml.token_type`.
-    #[must_use]
     pub fn ints(&self, key: &str) -> Option<&[i32]> {
         match self.value(key)? {
             Value::Array(Array::Int(list)) => Some(list),
@@ -303,7 +292,6 @@ impl Header {
     }
 
     /// The list of numbers of `key`, such as `tokenizer.ggml.scores`.
-    #[must_use]
     pub fn floats(&self, key: &str) -> Option<&[f32]> {
         match self.value(key)? {
             Value::Array(Array::Float(list)) => Some(list),
@@ -312,7 +300,6 @@ impl Header {
     }
 
     /// The list of booleans of `key`.
-    #[must_use]
     pub fn bools(&self, key: &str) -> Option<&[bool]> {
         match self.value(key)? {
             Value::Array(Array::Bool(list)) => Some(list),
@@ -321,7 +308,6 @@ impl Header {
     }
 
     /// The tensor called `name`.
-    #[must_use]
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
@@ -332,7 +318,6 @@ impl Header {
     }
 
     /// Heap memory that the header occupies, up to allocator rounding.
-    #[must_use]
     pub fn heap_bytes(&self) -> Bytes {
         let entries: usize = self
             .metadata

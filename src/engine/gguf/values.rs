@@ -43,7 +43,6 @@ pub struct StringTable {
 
 impl Value {
     /// As a non-negative integer.
-    #[must_use]
     pub fn as_u64(&self) -> Option<u64> {
         match *self {
             Self::Uint(value) => Some(value),
@@ -145,19 +144,16 @@ impl StringTable {
     }
 
     /// Number of texts.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.ends.len()
     }
 
     /// Whether it is empty.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
     /// The text at `index`.
-    #[must_use]
     pub fn get(&self, index: usize) -> Option<&str> {
         let end = *self.ends.get(index)?;
         let start = match index.checked_sub(1) {

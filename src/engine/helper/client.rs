@@ -3,11 +3,14 @@
 use std::{
     fmt,
     io::{self, IoSlice},
-    os::{fd::AsRawFd as _, unix::net::UnixStream},
+    os::{
+        fd::{AsFd as _, AsRawFd as _},
+        unix::net::UnixStream,
+    },
     path::PathBuf,
     process::{Child, Command, Stdio},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
@@ -15,6 +18,8 @@ use std::{
 };
 
 use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{Signal, kill},
         socket::{ControlMessage, MsgFlags, sendmsg},
@@ -29,8 +34,7 @@ use super::{
     job::{Bounds, Library, Setup},
     process::{self, announced},
 };
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, causes::in_one_line, lock::locked};
 
 /// Slot for one grammar; released on drop.
 #[derive(Debug)]
@@ -134,7 +138,7 @@ impl Helper {
         context: &[u8],
         setup: impl Fn() -> Setup,
     ) -> Result<(Kind, Vec<u8>), JobError> {
-        let _one_at_a_time = self.renders.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = locked(&self.renders);
         let (_job, kind, body) = self.begin(
             (process::RENDER, RENDER),
             (kind, context),
@@ -177,7 +181,7 @@ impl Helper {
 
     /// Ends an unresponsive job, and the helper if that is not running either.
     fn lost(&self, job: &Job) {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = locked(&self.running);
         if let Some(Running::Process(process)) = &mut *running {
             if process.child.try_wait().is_ok_and(|ended| ended.is_none())
                 && !is_stopped(process.child.id())
@@ -191,14 +195,14 @@ impl Helper {
 
     /// Ends it until its next use: unused, it should hold no memory.
     pub(crate) fn end(&self) {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *locked(&self.running) = None;
         self.grammars.store(false, Ordering::Relaxed);
         self.words.store(0, Ordering::Relaxed);
     }
 
     fn job(&self, kind: u8, bytes: Bytes, setup: &dyn Fn() -> Setup) -> Result<Job, JobError> {
         let (ours, theirs) = UnixStream::pair()?;
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = locked(&self.running);
         // Twice: the end of a helper is detected on use.
         for _ in 0..2 {
             let helper = match &mut *running {
@@ -286,20 +290,12 @@ impl Job {
 
     /// Whether a frame can be received, waiting up to `wait`.
     pub(crate) fn ready(&self, wait: Duration) -> Result<bool, JobError> {
-        let mut fd = libc::pollfd {
-            fd: self.stream.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
-        let millis = wait.as_millis().try_into().unwrap_or(i32::MAX);
-        // SAFETY: one entry, which outlives the call.
-        match unsafe { libc::poll(&raw mut fd, 1, millis) } {
-            0 => Ok(false),
-            ready if ready > 0 => Ok(true),
-            _ => match io::Error::last_os_error() {
-                error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
-                error => Err(error.into()),
-            },
+        let mut asked = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
+        let millis = PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX);
+        match poll(&mut asked, millis) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Errno::EINTR) => Ok(false),
+            Err(error) => Err(io::Error::from(error).into()),
         }
     }
 

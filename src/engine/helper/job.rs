@@ -3,7 +3,7 @@
 use std::{
     io::{self, Read, Write},
     os::unix::net::UnixStream,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{Mutex, OnceLock},
     time::Duration,
 };
 
@@ -19,6 +19,7 @@ use crate::{
     jinja::{Template, TemplateError},
     tokenizer::Pieces,
 };
+use cotenant_units::lock::locked;
 
 /// Inputs of jobs.
 #[derive(Debug, Default)]
@@ -120,11 +121,7 @@ impl Library {
     /// The vocabulary, built for the first grammar; `None` if the library cannot use it.
     pub(super) fn vocabulary(&self) -> Option<&Vocabulary> {
         let make = || {
-            let words = self
-                .words
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take()?;
+            let words = locked(&self.words).take()?;
             Vocabulary::new(&words, &self.ends)
         };
         self.vocabulary.get_or_init(make).as_ref()

@@ -27,9 +27,9 @@ use super::{
     job::{Bounds, Library, Setup},
 };
 use cotenant_memory::emergency::end_when_refused;
+use cotenant_units::pidfd;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when the owner disconnects.
-#[must_use]
 pub fn serve_stdin() -> ExitCode {
     let Ok(control) = io::stdin().as_fd().try_clone_to_owned() else {
         return ExitCode::FAILURE;
@@ -69,7 +69,7 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
         // SAFETY: this process has one thread, so the child may call anything that it could.
         match unsafe { fork() }? {
             ForkResult::Parent { child } => jobs.push(Running {
-                pidfd: pidfd_of(child)?,
+                pidfd: pidfd::open(child.as_raw().unsigned_abs())?,
                 pid: child,
                 stream,
             }),
@@ -110,18 +110,6 @@ impl Running {
         }
         true
     }
-}
-
-/// A descriptor that becomes readable when the child ends.
-fn pidfd_of(child: Pid) -> io::Result<OwnedFd> {
-    // SAFETY: makes a descriptor for a child that has not been waited for.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.as_raw(), 0) };
-    let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just created it for this process.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Waits until a job is announced or one has ended; returns whether `control` is readable.

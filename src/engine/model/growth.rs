@@ -5,7 +5,7 @@ use std::{
     path::Path,
     ptr::NonNull,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -20,6 +20,7 @@ use crate::{
     reader::{Extent, PATIENCE_STEP, READERS, ReadProgress, Source, WeightFile, read_staged},
     shape::PartLayout,
 };
+use cotenant_units::lock::{locked, waited_for};
 use cotenant_units::{Bytes, page};
 
 /// A part that is being read.
@@ -182,14 +183,10 @@ pub(super) fn read_parts(
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A reader thread.
     fn fill(&self) {
         let mut staging = None;
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         while !state.stop {
             let at = state.next;
             let Some((number, step)) = self.steps.get(at) else {
@@ -218,7 +215,7 @@ impl Shared {
             self.progress.note();
             // At the end of a step this must be the arena's only owner.
             drop(arena);
-            state = self.lock();
+            state = locked(&self.state);
             state.reading.retain(|other| *other != at);
             if let Err(error) = result {
                 state.stop = true;
@@ -272,7 +269,7 @@ impl Shared {
     /// Waits until all steps are done or stopped; returns the outcome, and whether a read still hangs.
     fn wait(&self, limit: DiskTimeout, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
         let (began, mut gives_way, mut limit) = (Instant::now(), false, limit);
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         let mut stalled = None;
         while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
             let idle = self.progress.idle();
@@ -292,7 +289,7 @@ impl Shared {
             if !gives_way && began.elapsed() >= WANTED_AFTER {
                 drop(state);
                 gives_way = wanted();
-                state = self.lock();
+                state = locked(&self.state);
                 if gives_way {
                     // Reads in progress end with the next reply of the disk.
                     state.stop = true;
@@ -300,11 +297,7 @@ impl Shared {
                     limit = limit.min(DiskTimeout::new(WANTED_AFTER));
                 }
             }
-            let (next, _) = self
-                .ended
-                .wait_timeout(state, PATIENCE_STEP.min(left))
-                .unwrap_or_else(PoisonError::into_inner);
-            state = next;
+            state = waited_for(&self.ended, state, PATIENCE_STEP.min(left)).0;
         }
         state.stop = true;
         self.progress.give_up();
@@ -357,7 +350,7 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
     let buffers =
         (0..GROWERS).map(|_| Mapping::new(read_room(), Backing::Now).map(SharedMapping::from));
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
-    let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
+    let buffers = || locked(&buffers);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
     let (started, progress) = (Instant::now(), ReadProgress::new());
     let failed = claimed(steps.len(), GROWERS, |at| {

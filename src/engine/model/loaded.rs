@@ -55,7 +55,6 @@ pub struct ModelOptions {
 
 impl ModelOptions {
     /// Options with the file's own name, context and vocabulary, KV on touch, and `threads` CPU threads.
-    #[must_use]
     pub fn for_threads(threads: usize) -> Self {
         Self {
             compute: threads.into(),
@@ -127,7 +126,6 @@ impl Model {
     }
 
     /// Why fewer layers are resident than in the plan at opening.
-    #[must_use]
     pub fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
     }
@@ -138,50 +136,42 @@ impl Model {
     }
 
     /// Total time that kernels have waited for streamed weights.
-    #[must_use]
     pub const fn waited(&self) -> Duration {
         self.weights.waited()
     }
 
     /// Size of each piece of the model.
-    #[must_use]
     pub const fn shape(&self) -> &ModelShape {
         &self.shape
     }
 
     /// Header of the file: metadata for tokenizer and chat template.
-    #[must_use]
     pub fn header(&self) -> &Header {
         &self.header
     }
 
     /// The plan in force.
-    #[must_use]
     pub const fn plan(&self) -> &EnginePlan {
         &self.plan
     }
 
     /// Length of the sequence in tokens.
-    #[must_use]
     pub const fn position(&self) -> u32 {
         self.sequence.position
     }
 
     /// The smallest KV type that any token of the sequence has been stored in: lost precision returns only when the
     /// sequence is recomputed.
-    #[must_use]
     pub const fn kv_precision(&self) -> KvType {
         self.sequence.kv_precision
     }
 
     /// Tokens of the vocabulary: the length of [`Logits`].
-    #[must_use]
     pub fn vocabulary(&self) -> u32 {
         u32::try_from(self.spec.vocabulary).unwrap_or(u32::MAX)
     }
 
     /// Whether `token` is sayable: whether the head has a row for it.
-    #[must_use]
     pub fn can_say(&self, token: u32) -> bool {
         let said = self.spec.said.as_deref();
         token < self.vocabulary()
@@ -189,13 +179,11 @@ impl Model {
     }
 
     /// Name of the backend, for display.
-    #[must_use]
     pub fn backend_name(&self) -> String {
         self.backend.name()
     }
 
     /// All memory held.
-    #[must_use]
     pub fn breakdown(&self) -> Breakdown {
         let weights = |layer| self.held_of(Some(layer)).1;
         let weights: Bytes = (0..self.spec.layers.len()).map(weights).sum();
@@ -244,7 +232,6 @@ impl Model {
 
     /// Bytes of our mappings that are in memory according to the kernel (`mincore`). The header is on the heap and not
     /// included.
-    #[must_use]
     pub fn kernel_resident(&self) -> Bytes {
         self.weights.resident()
             + self.sequence.resident()
@@ -254,13 +241,11 @@ impl Model {
     }
 
     /// Held bytes without pages: never touched.
-    #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.sequence.cache.untouched()
     }
 
     /// Bytes of released memory that hanging reads keep until they return.
-    #[must_use]
     pub fn left(&self) -> Bytes {
         self.weights.left_bytes()
     }
@@ -272,7 +257,6 @@ impl Model {
     }
 
     /// Dropped tokens of the sequence, and the tokens kept before them.
-    #[must_use]
     pub const fn dropped(&self) -> (Tokens, Tokens) {
         (
             Tokens::new(self.sequence.dropped.tokens),
@@ -281,13 +265,11 @@ impl Model {
     }
 
     /// Number of tokens that can be dropped now.
-    #[must_use]
     pub fn droppable(&self) -> Tokens {
         self.sequence.droppable()
     }
 
     /// Whether cutting back needs copies of state or windows; other models can be cut back anywhere.
-    #[must_use]
     pub fn has_copies(&self) -> bool {
         self.sequence.has_copies()
     }

@@ -29,8 +29,7 @@ use cotenant_policy::{
     kv_type::KvType,
     residency::{EnginePlan, ModelShape},
 };
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 /// A model file whose header was read, before its weights.
 pub struct Opening {
@@ -142,13 +141,11 @@ impl Opening {
     }
 
     /// The file's header. Drop clones of it before [`Model::forget_lists`], which otherwise copies the header.
-    #[must_use]
     pub const fn header(&self) -> &Arc<Header> {
         &self.header
     }
 
     /// Size of each piece of the model.
-    #[must_use]
     pub const fn shape(&self) -> &ModelShape {
         &self.shape
     }

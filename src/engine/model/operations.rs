@@ -128,25 +128,11 @@ impl Model {
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<Logits<'_>, ForwardError> {
-        let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self
-            .sequence
-            .position
-            .saturating_sub(first)
-            .saturating_sub(1);
-        let read = pass::result(
-            self.backend.as_mut(),
-            &self.logits,
-            self.spec.vocabulary,
-            (first, row),
-        );
-        match read {
-            Ok(logits) => Ok(Logits(logits)),
-            Err(error) => {
-                self.sequence.lost = true;
-                Err(error)
-            }
-        }
+        let place = self.run(tokens, checkpoint)?;
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        let read = pass::result(backend, &self.logits, (vocabulary, 0), place);
+        self.sequence.lost |= read.is_err();
+        read.map(Logits)
     }
 
     /// As [`Self::forward`], but returns only the first of the most likely tokens if the device finds it, without
@@ -159,17 +145,12 @@ impl Model {
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<Scores<'_>, ForwardError> {
-        let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self
-            .sequence
-            .position
-            .saturating_sub(first)
-            .saturating_sub(1);
+        let place = self.run(tokens, checkpoint)?;
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        match pass::greatest(backend, &self.logits, (vocabulary, 0), (first, row)) {
+        match pass::greatest(backend, &self.logits, (vocabulary, 0), place) {
             Ok(Some(token)) => Ok(Scores::Greatest(token)),
             Ok(None) => {
-                let logits = pass::result(backend, &self.logits, vocabulary, (first, row));
+                let logits = pass::result(backend, &self.logits, (vocabulary, 0), place);
                 logits.map(|logits| Scores::All(Logits(logits)))
             }
             Err(error) => {
@@ -177,6 +158,17 @@ impl Model {
                 Err(error)
             }
         }
+    }
+
+    /// Appends `tokens`; returns the first position of the last chunk, and the row of the last token in it.
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<(u32, u32), ForwardError> {
+        let first = pass::run(self, tokens, checkpoint, None)?;
+        let length = self.sequence.position.saturating_sub(first);
+        Ok((first, length.saturating_sub(1)))
     }
 
     /// As [`Self::forward`], and passes the logits of every token to `each` with its index in `tokens`.
@@ -193,13 +185,11 @@ impl Model {
     }
 
     /// Maximum number of answers computed together, with the present chunk size.
-    #[must_use]
     pub fn answers_max(&self) -> usize {
         shape::ANSWERS_MAX.min(self.rows_max())
     }
 
     /// Maximum number of tokens in one pass, with the present chunk size.
-    #[must_use]
     pub fn rows_max(&self) -> usize {
         // A later layer attends to the window of the first row after that of the last one was written.
         let spec = &self.spec;
@@ -294,13 +284,11 @@ impl Model {
     }
 
     /// Experts of a mixture.
-    #[must_use]
     pub fn expert_counts(&self) -> Option<ExpertCounts> {
         self.weights.experts().map(Experts::counts)
     }
 
     /// Parked conversations, in the order in which they were parked.
-    #[must_use]
     pub fn kept_conversations(&self) -> Vec<Kept> {
         let mut kept = self.sequence.kept_conversations();
         if let Some(saved) = &self.saved {
@@ -310,7 +298,6 @@ impl Model {
     }
 
     /// Saved conversations; `held` are the tokens of the sequence.
-    #[must_use]
     pub fn saved_view(&self, held: &[u32]) -> SavedView {
         let client = self.sequence.conversation.client.as_deref();
         let saved = self.saved.as_ref();
@@ -324,19 +311,16 @@ impl Model {
     }
 
     /// KV capacity, in tokens, that a lane takes beyond that of its tokens.
-    #[must_use]
     pub fn aside_takes(&self) -> Tokens {
         Tokens::new(self.sequence.aside_takes())
     }
 
     /// Whether a lane cannot continue: a change of KV type or an incomplete pass has destroyed its state.
-    #[must_use]
     pub fn is_lost(&self, lane: Lane) -> bool {
         self.sequence.is_lost(lane)
     }
 
     /// Maximum number of the sequence's tokens in the next pass.
-    #[must_use]
     pub fn slice_max(&self) -> usize {
         let left = self.sequence.until_mark(self.streams());
         left.map_or(usize::MAX, |left| left.max(1))
@@ -379,7 +363,7 @@ impl Model {
     /// When they are not finite, or the device has failed.
     pub fn logits_of(&mut self, number: usize, position: u32) -> Result<Logits<'_>, ForwardError> {
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        pass::result_of(backend, &self.logits, (vocabulary, number), position).map(Logits)
+        pass::result(backend, &self.logits, (vocabulary, number), (position, 0)).map(Logits)
     }
 
     /// Returns the first of the most likely tokens of result `number` of the last pass if the device finds it, else the
@@ -406,13 +390,11 @@ impl Model {
     }
 
     /// As [`Self::kv_precision`], of a lane.
-    #[must_use]
     pub fn kv_precision_of(&self, lane: Lane) -> Option<KvType> {
         self.sequence.precision_of(lane)
     }
 
     /// KV capacity, in tokens, that the sequence and all lanes take.
-    #[must_use]
     pub fn held(&self) -> Tokens {
         Tokens::new(self.sequence.held(self.sequence.kept()))
     }

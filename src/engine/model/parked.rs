@@ -208,6 +208,16 @@ impl AllParked {
         self.all.iter().position(is)
     }
 
+    /// Returns a lane.
+    pub(super) fn of_lane(&self, lane: Lane) -> Option<&Parked> {
+        self.all.get(self.number_of(lane)?)
+    }
+
+    pub(super) fn of_lane_mut(&mut self, lane: Lane) -> Option<&mut Parked> {
+        let number = self.number_of(lane)?;
+        self.all.get_mut(number)
+    }
+
     /// Whether conversation `number` is a lane.
     pub(super) fn is_lane(&self, number: usize) -> bool {
         self.all.get(number).is_some_and(|one| one.is_lane)
@@ -270,6 +280,13 @@ impl AllParked {
         let tokens: usize = self.all.iter().map(|one| one.tokens.len()).sum();
         let most = (capacity.get() as usize).saturating_mul(TOKENS_TIMES);
         self.all.len() > PARKED_MAX || tokens > most
+    }
+}
+
+impl Parked {
+    /// Number of its tokens.
+    pub(super) fn length(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
     }
 }
 

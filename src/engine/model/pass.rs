@@ -313,7 +313,7 @@ impl Pass<'_, '_> {
                     let logits = result(
                         self.model.backend.as_mut(),
                         &self.model.logits,
-                        self.model.spec.vocabulary,
+                        (self.model.spec.vocabulary, 0),
                         place,
                     )?;
                     each(done + row, logits);
@@ -334,32 +334,19 @@ impl Pass<'_, '_> {
     }
 }
 
-/// Waits for queued operations and returns the logits; `place` is the position of their chunk and their row in it.
+/// Waits for queued operations and returns the logits of result `number`; `place` is the position of its chunk, and its
+/// row in it.
 pub(super) fn result<'a>(
     backend: &'a mut dyn Backend,
     logits: &'a Buffer,
-    vocabulary: usize,
-    place: (u32, u32),
-) -> Result<&'a [f32], ForwardError> {
-    let (logits, flags) = backend
-        .read(logits, 0..vocabulary + FLAGS)?
-        .split_at(vocabulary);
-    is_finite(flags, place)?;
-    Ok(logits)
-}
-
-/// Waits for queued operations and returns the logits of result `number`, of a token at `position` of its conversation.
-pub(super) fn result_of<'a>(
-    backend: &'a mut dyn Backend,
-    logits: &'a Buffer,
     (vocabulary, number): (usize, usize),
-    position: u32,
+    place: (u32, u32),
 ) -> Result<&'a [f32], ForwardError> {
     let first = number * (vocabulary + FLAGS);
     let (logits, flags) = backend
         .read(logits, first..first + vocabulary + FLAGS)?
         .split_at(vocabulary);
-    is_finite(flags, (position, 0))?;
+    is_finite(flags, place)?;
     Ok(logits)
 }
 

@@ -22,8 +22,7 @@ use crate::{
     weights::Weights as _,
 };
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 mod hanging;
 mod late;

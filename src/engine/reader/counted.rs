@@ -38,7 +38,6 @@ impl LoadProgress {
     }
 
     /// Bytes read, and their total; `None` outside a load.
-    #[must_use]
     pub fn figures(&self) -> Option<(Bytes, Bytes)> {
         let whole = self.0.whole.load(Ordering::Relaxed);
         // Read-ahead for the first token counts too, and belongs to the same file.

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex},
     thread,
     time::Instant,
 };
@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{arena::SharedMapping, disk::DiskTimeout, error::ReadError};
 use cotenant_memory::emergency;
+use cotenant_units::lock::{locked, waited, waited_for};
 
 /// Threads that read extents into memory in the order of the requests.
 pub struct Fetcher {
@@ -86,7 +87,7 @@ impl Fetcher {
     /// Requests an extent. The memory of requests that have not been waited for must not overlap, and belongs to the
     /// readers until then.
     pub fn ask(&self, wanted: Wanted) {
-        self.shared.lock().wanted.push_back(wanted);
+        locked(&self.shared.state).wanted.push_back(wanted);
         self.shared.asked.notify_one();
     }
 
@@ -118,7 +119,7 @@ impl Fetcher {
         limit: DiskTimeout,
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<(), Missing> {
-        self.shared.lock().wanted.clear();
+        locked(&self.shared.state).wanted.clear();
         let is_idle = |state: &mut State| state.reading.is_empty().then(|| state.done.clear());
         self.wait_for(is_idle, limit, patience)
     }
@@ -130,7 +131,7 @@ impl Fetcher {
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<T, Missing> {
         let started = Instant::now();
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         loop {
             if let Some(result) = is_over(&mut state) {
                 return Ok(result);
@@ -138,18 +139,15 @@ impl Fetcher {
             // A slow disk that delivers data is responding.
             let idle = started.elapsed().min(self.shared.progress.idle());
             let left = limit.left(idle, &"experts".into());
-            let waited = self
-                .shared
-                .ended
-                .wait_timeout(state, PATIENCE_STEP.min(left.map_err(Missing::Stalled)?));
-            let (next, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-            state = next;
-            if waited.timed_out() {
+            let left = left.map_err(Missing::Stalled)?;
+            let timed_out;
+            (state, timed_out) = waited_for(&self.shared.ended, state, PATIENCE_STEP.min(left));
+            if timed_out {
                 drop(state);
                 if !patience() {
                     return Err(Missing::Stopped);
                 }
-                state = self.shared.lock();
+                state = locked(&self.shared.state);
             }
         }
     }
@@ -158,7 +156,7 @@ impl Fetcher {
 impl Drop for Fetcher {
     fn drop(&mut self) {
         // A reading thread ends by itself when the disk responds, and keeps the memory until then.
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         state.stop = true;
         state.wanted.clear();
         drop(state);
@@ -168,19 +166,12 @@ impl Drop for Fetcher {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A reader thread.
     fn serve(&self) {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         while !state.stop {
             let Some(wanted) = state.wanted.pop_front() else {
-                state = self
-                    .asked
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
+                state = waited(&self.asked, state);
                 continue;
             };
             if state.reading.is_empty() {
@@ -194,7 +185,7 @@ impl Shared {
                 .iter()
                 .try_for_each(|(extent, target)| self.read(extent, *target));
             self.progress.note();
-            state = self.lock();
+            state = locked(&self.state);
             state.reading.retain(|number| *number != wanted.number);
             state.done.push((wanted.number, read.err()));
             self.ended.notify_all();

@@ -10,7 +10,7 @@ use std::{
     },
     path::{Path, PathBuf},
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -23,7 +23,7 @@ use crate::{
     error::{LoadErrorKind, ReadError},
     gguf::{OpenFile, Part},
 };
-use cotenant_units::{Bytes, page};
+use cotenant_units::{Bytes, lock::locked, page};
 
 /// A range of the file with its purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,19 +38,16 @@ pub struct Extent {
 
 impl Extent {
     /// Offset of the aligned superset in the file.
-    #[must_use]
     pub fn aligned_offset(&self) -> u64 {
         self.offset - self.offset % page().get()
     }
 
     /// Offset of the first wanted byte in the aligned superset.
-    #[must_use]
     pub fn lead(&self) -> usize {
         usize::try_from(self.offset - self.aligned_offset()).unwrap_or(0)
     }
 
     /// Length of the aligned superset.
-    #[must_use]
     pub fn aligned_bytes(&self) -> usize {
         (self.lead() + self.bytes).next_multiple_of(page().as_len())
     }
@@ -341,7 +338,7 @@ impl PartFile {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.known)
     }
 
     fn identity(&self) -> Option<FileIdentity> {

@@ -1,5 +1,6 @@
 //! Progress and speed of running reads.
 
+use cotenant_units::micros;
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
@@ -19,7 +20,6 @@ pub struct ReadProgress {
 
 impl ReadProgress {
     /// For readers that start now.
-    #[must_use]
     pub fn new() -> Self {
         Self {
             began: Instant::now(),
@@ -30,12 +30,11 @@ impl ReadProgress {
 
     /// Records the arrival of data.
     pub fn note(&self) {
-        let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let now = micros(self.began.elapsed());
         self.last_us.fetch_max(now, Ordering::Relaxed);
     }
 
     /// Time without data.
-    #[must_use]
     pub fn idle(&self) -> Duration {
         let last = Duration::from_micros(self.last_us.load(Ordering::Relaxed));
         self.began.elapsed().saturating_sub(last)
@@ -52,7 +51,6 @@ impl ReadProgress {
     }
 
     /// Whether running reads must end.
-    #[must_use]
     pub fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }

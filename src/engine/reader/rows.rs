@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex},
     thread::{self, JoinHandle},
     time::Instant,
 };
@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{disk::DiskTimeout, error::ReadError};
 use cotenant_memory::emergency;
+use cotenant_units::lock::{locked, waited, waited_for};
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
 pub struct RowReader {
@@ -77,7 +78,7 @@ impl RowReader {
 
     /// Requests rows; replaces an earlier request.
     pub fn ask(&self, wanted: WantedRows) {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         state.asked += 1;
         state.what = Arc::clone(&wanted.what);
         state.wanted = Some(wanted);
@@ -97,7 +98,7 @@ impl RowReader {
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<u8>, Missing> {
         let started = Instant::now();
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         loop {
             if let Some(answer) = state.answer.take() {
                 return answer.map_err(Missing::Failed);
@@ -110,18 +111,14 @@ impl RowReader {
                     return Err(Missing::Stalled(stalled));
                 }
             };
-            let (next, result) = self
-                .shared
-                .answered
-                .wait_timeout(state, PATIENCE_STEP.min(left))
-                .unwrap_or_else(PoisonError::into_inner);
-            state = next;
-            if result.timed_out() {
+            let timed_out;
+            (state, timed_out) = waited_for(&self.shared.answered, state, PATIENCE_STEP.min(left));
+            if timed_out {
                 drop(state);
                 if !patience() {
                     return Err(Missing::Stopped);
                 }
-                state = self.shared.lock();
+                state = locked(&self.shared.state);
             }
         }
     }
@@ -129,7 +126,7 @@ impl RowReader {
 
 impl Drop for RowReader {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         state.stop = true;
         let reads = state.reading.is_some();
         drop(state);
@@ -143,25 +140,18 @@ impl Drop for RowReader {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Main loop of the thread.
     fn serve(&self, source: &dyn Source) {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         while !state.stop {
             let Some(wanted) = state.wanted.take() else {
-                state = self
-                    .asked
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
+                state = waited(&self.asked, state);
                 continue;
             };
             let asked = state.asked;
             drop(state);
             let answer = self.read(source, &wanted, asked);
-            state = self.lock();
+            state = locked(&self.state);
             state.reading = None;
             if state.asked == asked {
                 state.answer = Some(answer);
@@ -183,7 +173,7 @@ impl Shared {
             .iter()
             .zip(rows.chunks_exact_mut(wanted.bytes.max(1)))
         {
-            let mut state = self.lock();
+            let mut state = locked(&self.state);
             if state.stop || state.asked != asked {
                 break;
             }
@@ -293,7 +283,7 @@ mod tests {
     #[test]
     fn a_reader_is_dropped_without_waiting_for_a_read_that_hangs() {
         let (gate, reader) = hanging();
-        while reader.shared.lock().reading.is_none() {
+        while locked(&reader.shared.state).reading.is_none() {
             thread::yield_now();
         }
         drop(reader);

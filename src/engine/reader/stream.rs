@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     io,
     path::Path,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, MutexGuard, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -22,6 +22,7 @@ use crate::{
 };
 use cotenant_memory::emergency;
 use cotenant_units::Bytes;
+use cotenant_units::lock::{locked, waited, waited_for};
 
 /// A memory ring that its own threads fill with pieces of the file, in the order of use.
 ///
@@ -129,7 +130,7 @@ impl Stream {
     ) -> io::Result<Self> {
         let mut stream = Self::with_ring(source, ring, schedule, first);
         {
-            let mut state = stream.shared.lock();
+            let mut state = locked(&stream.shared.state);
             (state.usable, state.growing) = (0, true);
         }
         let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(stream.ring.shared()));
@@ -158,13 +159,9 @@ impl Stream {
 
     /// Waits until the whole ring is populated, as the ledger assumes.
     pub fn settle(&self) {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         while state.growing {
-            state = self
-                .shared
-                .filled
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = waited(&self.shared.filled, state);
         }
     }
 
@@ -183,7 +180,7 @@ impl Stream {
         first: usize,
         another: &mut dyn FnMut(Bytes) -> io::Result<Buffer>,
     ) -> io::Result<()> {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         assert!(
             state.lent == 0,
             "the pieces acquired before are still in use"
@@ -228,7 +225,7 @@ impl Stream {
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<View>, Missing> {
         let started = Instant::now();
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         let mut again = true;
         loop {
             if state.skip_to(first) {
@@ -259,14 +256,14 @@ impl Stream {
                 .limit
                 .left(idle, &state.what(first))
                 .map_err(Missing::Stalled)?;
-            let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(left));
-            state = next;
+            let timed_out;
+            (state, timed_out) = waited_for(&self.shared.filled, state, PATIENCE_STEP.min(left));
             if timed_out {
                 drop(state);
                 if !patience() {
                     return Err(Missing::Stopped);
                 }
-                state = self.shared.lock();
+                state = locked(&self.shared.state);
             }
         }
     }
@@ -283,14 +280,13 @@ impl Stream {
     }
 
     /// Whether `schedule` is its schedule.
-    #[must_use]
     pub fn reads(&self, schedule: &[Extent]) -> bool {
-        *self.shared.lock().schedule == *schedule
+        *locked(&self.shared.state).schedule == *schedule
     }
 
     /// Restarts the schedule at `end`, until the next call or until a piece beyond it is requested.
     pub fn set_end(&self, end: usize) {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         if state.end != end {
             state.end = end;
             drop(state);
@@ -299,10 +295,8 @@ impl Stream {
     }
 
     /// Whether the piece `first` is available without waiting.
-    #[must_use]
     pub fn has(&self, first: usize) -> bool {
-        self.shared
-            .lock()
+        locked(&self.shared.state)
             .ready_from(first, &self.ring)
             .next()
             .is_some()
@@ -314,7 +308,7 @@ impl Stream {
     ///
     /// All work queued with them has been executed.
     pub unsafe fn release(&self, count: usize) {
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         let count = count.min(state.lent);
         state.slots.drain(..count);
         state.lent -= count;
@@ -329,13 +323,11 @@ impl Stream {
     }
 
     /// Length of the ring, including its staging memory.
-    #[must_use]
     pub fn ring_bytes(&self) -> Bytes {
         self.ring.held()
     }
 
     /// Resident size of the ring.
-    #[must_use]
     pub fn ring_resident(&self) -> Bytes {
         self.ring.resident()
     }
@@ -384,7 +376,7 @@ impl Stream {
             // The threads stayed with the ring of a hanging read, and no others could be started.
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = locked(&self.shared.state);
         state.stop = true;
         self.shared.progress.give_up();
         self.shared.room.notify_all();
@@ -406,18 +398,6 @@ impl Drop for Stream {
     }
 }
 
-/// Waits for `changed`; returns whether `limit` passed without data.
-fn wait<'state>(
-    changed: &Condvar,
-    state: MutexGuard<'state, State>,
-    limit: Duration,
-) -> (MutexGuard<'state, State>, bool) {
-    let (state, result) = changed
-        .wait_timeout(state, limit)
-        .unwrap_or_else(PoisonError::into_inner);
-    (state, result.timed_out())
-}
-
 impl Shared {
     fn new(schedule: Arc<[Extent]>, first: usize, capacity: usize) -> Self {
         Self {
@@ -435,10 +415,6 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until no read is running, or the disk does not respond.
     fn settle<'state>(
         &self,
@@ -450,7 +426,7 @@ impl Shared {
             let Ok(left) = limit.left(idle, &state.what(index)) else {
                 break;
             };
-            state = wait(&self.filled, state, left).0;
+            state = waited_for(&self.filled, state, left).0;
         }
         state
     }
@@ -458,12 +434,12 @@ impl Shared {
     /// Populates the rest of the ring from the front, and releases it to the readers.
     fn grow(&self, ring: &SharedMapping) {
         let all = ring.bytes().as_len();
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         while state.usable < all && !state.stop {
             let (start, end) = (state.usable, all.min(state.usable + HUGE_PAGE.as_len()));
             drop(state);
             ring.touch(start, end - start);
-            state = self.lock();
+            state = locked(&self.state);
             state.usable = end;
             self.room.notify_all();
         }
@@ -473,22 +449,19 @@ impl Shared {
 
     /// A reader thread, one of [`READERS`].
     fn fill(&self, ring: &SharedMapping, reader: usize, source: &dyn Source) {
-        let mut state = self.lock();
+        let mut state = locked(&self.state);
         loop {
             if state.stop {
                 return;
             }
             let Some((name, extent, start)) = state.place() else {
-                state = self
-                    .room
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
+                state = waited(&self.room, state);
                 continue;
             };
             drop(state);
             let result = self.read(ring, reader, (&extent, start), source);
             self.progress.note();
-            state = self.lock();
+            state = locked(&self.state);
             state.reading -= 1;
             state.failed |= result.is_err();
             if let Some(slot) = state.slots.iter_mut().rfind(|slot| slot.name == name) {

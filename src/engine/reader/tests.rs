@@ -13,7 +13,7 @@ use crate::{
     gguf::Part,
     reader::WeightFile,
 };
-use cotenant_units::page;
+use cotenant_units::{lock::locked, page};
 
 fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
     let bytes: Vec<u8> = (0..len)
@@ -224,7 +224,7 @@ fn a_ring_of_which_pieces_are_lent_is_not_begun_from_its_start() {
 fn pieces_go_round_in_what_of_the_ring_is_in_memory() {
     let schedule = extents(&[(0, 9000), (20_000, 4000)]);
     let shared = Shared::new(schedule, 0, 64 << 10);
-    let mut state = shared.lock();
+    let mut state = locked(&shared.state);
     let mut placed = |usable: usize| {
         state.usable = usable << 10;
         state.place().map(|(_, _, start)| start >> 10)
@@ -428,14 +428,14 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
 #[test]
 fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
     let (gate, schedule, mut stream) = gated();
-    while stream.shared.lock().reading == 0 {
+    while locked(&stream.shared.state).reading == 0 {
         thread::yield_now();
     }
-    let capacity = std::mem::replace(&mut stream.shared.lock().capacity, usize::MAX >> 8);
+    let capacity = std::mem::replace(&mut locked(&stream.shared.state).capacity, usize::MAX >> 8);
     stream
         .restart(Arc::clone(&schedule), 0, &mut another)
         .unwrap_err();
-    stream.shared.lock().capacity = capacity;
+    locked(&stream.shared.state).capacity = capacity;
     // The hanging read returns, and its threads end.
     gate.open.store(true, Ordering::Release);
     stream.set_limit(DiskTimeout::new(Duration::from_secs(60)));

@@ -78,7 +78,6 @@ impl Architecture {
     ];
 
     /// The name in `general.architecture`.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Exaone4 => "exaone4",
@@ -255,19 +254,16 @@ impl AttentionSpec {
     }
 
     /// Elements of all projected queries of a token, with their gates.
-    #[must_use]
     pub const fn projected(&self) -> usize {
         self.query() * if self.gated { 2 } else { 1 }
     }
 
     /// Elements of all query heads.
-    #[must_use]
     pub const fn query(&self) -> usize {
         self.heads * self.head_dim
     }
 
     /// Elements of all key heads, and of all value heads.
-    #[must_use]
     pub const fn kv(&self) -> usize {
         self.kv_heads * self.head_dim
     }
@@ -284,7 +280,6 @@ pub struct Temperature {
 
 impl Temperature {
     /// Factor of the query at `position`.
-    #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "whole steps are far below 2^24")]
     pub fn at(&self, position: usize) -> f32 {
         1.0 + self.scale * (1.0 + (position / self.step.max(1)) as f32).ln()
@@ -336,7 +331,6 @@ pub enum RecurrentSpec {
 
 impl RecurrentSpec {
     /// Elements of the projected inputs of one token.
-    #[must_use]
     pub const fn inputs(&self) -> usize {
         match self {
             Self::Convolution(spec) => 3 * spec.channels,
@@ -345,7 +339,6 @@ impl RecurrentSpec {
     }
 
     /// Elements of intermediate results of one token.
-    #[must_use]
     pub const fn scratch(&self) -> usize {
         match self {
             Self::Convolution(_) => 0,
@@ -354,7 +347,6 @@ impl RecurrentSpec {
     }
 
     /// Elements of the result of one token.
-    #[must_use]
     pub const fn values(&self) -> usize {
         match self {
             Self::Convolution(spec) => spec.channels,
@@ -363,7 +355,6 @@ impl RecurrentSpec {
     }
 
     /// Heads, each with a decay and an update strength.
-    #[must_use]
     pub const fn value_heads(&self) -> usize {
         match self {
             Self::Convolution(_) => 0,
@@ -372,7 +363,6 @@ impl RecurrentSpec {
     }
 
     /// Operations for one token beside the products with weights.
-    #[must_use]
     pub const fn work(&self) -> usize {
         match self {
             Self::Convolution(spec) => (spec.taps + 2) * spec.channels,
@@ -382,7 +372,6 @@ impl RecurrentSpec {
     }
 
     /// Elements of the state matrices of one layer.
-    #[must_use]
     pub const fn state_len(&self) -> usize {
         match self {
             Self::Convolution(_) => 0,
@@ -391,7 +380,6 @@ impl RecurrentSpec {
     }
 
     /// Elements of the convolution's state in one layer.
-    #[must_use]
     pub const fn conv_len(&self) -> usize {
         match self {
             Self::Convolution(spec) => (spec.taps - 1) * spec.channels,
@@ -439,7 +427,6 @@ pub enum Beside {
 
 impl Beside {
     /// Its width; 0 if there is none.
-    #[must_use]
     pub const fn width(self) -> usize {
         match self {
             Self::Nothing => 0,
@@ -474,25 +461,21 @@ pub struct DeltaSpec {
 
 impl DeltaSpec {
     /// Channels of the convolution: queries, keys, values.
-    #[must_use]
     pub const fn channels(&self) -> usize {
         (2 * self.key_heads + self.value_heads) * self.head_dim
     }
 
     /// Elements of all value heads.
-    #[must_use]
     pub const fn values(&self) -> usize {
         self.value_heads * self.head_dim
     }
 
     /// Elements of the state matrices of one layer.
-    #[must_use]
     pub const fn state_len(&self) -> usize {
         self.value_heads * self.head_dim * self.head_dim
     }
 
     /// Elements of the convolution's state in one layer.
-    #[must_use]
     pub const fn conv_len(&self) -> usize {
         (self.taps - 1) * self.channels()
     }
@@ -651,7 +634,6 @@ impl Role {
 
 impl LayerSpec {
     /// The matrix for `role`, with its index in the order of use.
-    #[must_use]
     pub fn matrix(&self, role: Role) -> Option<(usize, &Matrix)> {
         self.matrices
             .iter()

@@ -1,5 +1,7 @@
 //! Checked tensors of one layer.
 
+use std::mem;
+
 use super::{
     family::{
         Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms,
@@ -24,24 +26,27 @@ pub(super) struct LayerBuilder<'spec> {
     pub(super) attention: &'spec AttentionSpec,
     /// The layer's index, and the width of its own input, if it has one.
     pub(super) input: Option<(usize, usize)>,
+    /// Found so far, in the order of use.
+    pub(super) matrices: Vec<Matrix>,
+    pub(super) vectors: Vec<(Vector, TensorInfo)>,
 }
 
-impl LayerBuilder<'_> {
+impl<'spec> LayerBuilder<'spec> {
     pub(super) fn attention(
-        &self,
+        &mut self,
         architecture: Architecture,
         local: bool,
         borrows: bool,
     ) -> Result<LayerSpec, LoadErrorKind> {
+        let width = self.width;
         let spec = self.attention.of_layers(local);
         let (query, kv, projected) = (spec.query(), spec.kv(), spec.projected());
         let norms = architecture.norms();
-        let mut vectors = Vec::new();
         if norms.before {
-            vectors.push(self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?);
+            self.vector(Vector::MixerNorm, "attn_norm.weight", &[width])?;
         }
         if architecture.centres() {
-            vectors.push(self.vector(Vector::MixerNormBias, "attn_norm.bias", &[self.width])?);
+            self.vector(Vector::MixerNormBias, "attn_norm.bias", &[width])?;
         }
         let parts = [
             (Role::Query, Vector::QueryBias, "attn_q", projected),
@@ -49,17 +54,11 @@ impl LayerBuilder<'_> {
             (Role::Value, Vector::ValueBias, "attn_v", kv),
         ];
         let rows = parts.map(|(_, _, _, rows)| rows);
-        let mut matrices = Vec::new();
         // Some converters store the three projections in one tensor, with their rows one after another.
         let fused = self.find("attn_qkv.weight").is_some();
         if fused {
-            let [query, key, value] = self.parts("attn_qkv.weight", self.width, rows)?;
-            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value]
-                .into_iter()
-                .zip([query, key, value])
-            {
-                matrices.push(Self::matrix_of(role, tensor, self.width, rows));
-            }
+            let roles = [Role::Query, Role::Key, Role::Value];
+            self.parts(roles, "attn_qkv.weight", width, rows)?;
         }
         let fused_bias = self
             .find("attn_qkv.bias")
@@ -74,140 +73,100 @@ impl LayerBuilder<'_> {
                     true => "attn_k",
                     false => name,
                 };
-                matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
+                self.matrix(role, &format!("{name}.weight"), width, rows)?;
             }
             match fused_bias.as_ref().and_then(|parts| parts.get(index)) {
-                Some(part) => vectors.push((bias, part.clone())),
-                None => self.bias(bias, &format!("{name}.bias"), rows, &mut vectors)?,
+                Some(part) => self.vectors.push((bias, part.clone())),
+                None => self.bias(bias, &format!("{name}.bias"), rows)?,
             }
         }
-        matrices.push(self.matrix(Role::Output, "attn_output.weight", query, self.width)?);
-        self.bias(
-            Vector::OutputBias,
-            "attn_output.bias",
-            self.width,
-            &mut vectors,
-        )?;
+        self.matrix(Role::Output, "attn_output.weight", query, width)?;
+        self.bias(Vector::OutputBias, "attn_output.bias", width)?;
         let lengths = match norms.heads {
             HeadNorms::None => None,
             HeadNorms::Each => Some((spec.head_dim, spec.head_dim)),
             HeadNorms::Whole => Some((query, kv)),
         };
         if let Some((query, key)) = lengths {
-            vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[query])?);
+            self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[query])?;
             if !borrows {
-                vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?);
+                self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?;
             }
         }
         if architecture == Architecture::GptOss {
-            vectors.push(self.vector(Vector::Sinks, "attn_sinks.weight", &[spec.heads])?);
+            self.vector(Vector::Sinks, "attn_sinks.weight", &[spec.heads])?;
         }
         if norms.after {
-            vectors.push(self.vector(
+            self.vector(
                 Vector::MixerPostNorm,
                 "post_attention_norm.weight",
-                &[self.width],
-            )?);
-            vectors.push(self.vector(
-                Vector::FfnPostNorm,
-                "post_ffw_norm.weight",
-                &[self.width],
-            )?);
+                &[width],
+            )?;
+            self.vector(Vector::FfnPostNorm, "post_ffw_norm.weight", &[width])?;
         }
-        self.feed_forward(architecture, &mut matrices, &mut vectors)?;
-        self.layer_input(&mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Attention,
-            local,
-            borrows,
-            matrices,
-            vectors,
-        })
+        self.feed_forward(architecture)?;
+        self.layer_input()?;
+        Ok(self.found(LayerKind::Attention, local, borrows))
     }
 
-    pub(super) fn convolution(&self, spec: &ConvolutionSpec) -> Result<LayerSpec, LoadErrorKind> {
-        let channels = spec.channels;
-        let mut matrices = vec![
-            self.matrix(
-                Role::Gates,
-                "shortconv.in_proj.weight",
-                self.width,
-                3 * channels,
-            )?,
-            self.matrix(
-                Role::Output,
-                "shortconv.out_proj.weight",
-                channels,
-                self.width,
-            )?,
-        ];
-        let mut vectors = vec![
-            self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
-            self.vector(
-                Vector::Convolution,
-                "shortconv.conv.weight",
-                &[spec.taps, channels],
-            )?,
-        ];
-        self.feed_forward(Architecture::Lfm2, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Recurrent,
-            local: false,
-            borrows: false,
-            matrices,
-            vectors,
-        })
+    pub(super) fn convolution(
+        &mut self,
+        spec: &ConvolutionSpec,
+    ) -> Result<LayerSpec, LoadErrorKind> {
+        let (width, channels) = (self.width, spec.channels);
+        self.matrix(Role::Gates, "shortconv.in_proj.weight", width, 3 * channels)?;
+        self.matrix(Role::Output, "shortconv.out_proj.weight", channels, width)?;
+        self.vector(Vector::MixerNorm, "attn_norm.weight", &[width])?;
+        self.vector(
+            Vector::Convolution,
+            "shortconv.conv.weight",
+            &[spec.taps, channels],
+        )?;
+        self.feed_forward(Architecture::Lfm2)?;
+        Ok(self.found(LayerKind::Recurrent, false, false))
     }
 
     pub(super) fn delta(
-        &self,
+        &mut self,
         architecture: Architecture,
         spec: &DeltaSpec,
     ) -> Result<LayerSpec, LoadErrorKind> {
-        let mut matrices = vec![
-            self.matrix(
-                Role::QueryKeyValue,
-                "attn_qkv.weight",
-                self.width,
-                spec.channels(),
-            )?,
-            self.matrix(Role::Gate, "attn_gate.weight", self.width, spec.values())?,
-            self.matrix(
-                Role::Alpha,
-                "ssm_alpha.weight",
-                self.width,
-                spec.value_heads,
-            )?,
-            self.matrix(Role::Beta, "ssm_beta.weight", self.width, spec.value_heads)?,
-            self.matrix(Role::Output, "ssm_out.weight", spec.values(), self.width)?,
-        ];
-        let mut vectors = vec![
-            self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
-            self.vector(
-                Vector::Convolution,
-                "ssm_conv1d.weight",
-                &[spec.taps, spec.channels()],
-            )?,
-            self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.value_heads])?,
-            self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?,
-            self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
-        ];
-        self.feed_forward(architecture, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Recurrent,
-            local: false,
-            borrows: false,
-            matrices,
-            vectors,
-        })
+        let width = self.width;
+        self.matrix(
+            Role::QueryKeyValue,
+            "attn_qkv.weight",
+            width,
+            spec.channels(),
+        )?;
+        self.matrix(Role::Gate, "attn_gate.weight", width, spec.values())?;
+        self.matrix(Role::Alpha, "ssm_alpha.weight", width, spec.value_heads)?;
+        self.matrix(Role::Beta, "ssm_beta.weight", width, spec.value_heads)?;
+        self.matrix(Role::Output, "ssm_out.weight", spec.values(), width)?;
+        self.vector(Vector::MixerNorm, "attn_norm.weight", &[width])?;
+        self.vector(
+            Vector::Convolution,
+            "ssm_conv1d.weight",
+            &[spec.taps, spec.channels()],
+        )?;
+        self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.value_heads])?;
+        self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?;
+        self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?;
+        self.feed_forward(architecture)?;
+        Ok(self.found(LayerKind::Recurrent, false, false))
     }
 
-    fn feed_forward(
-        &self,
-        architecture: Architecture,
-        matrices: &mut Vec<Matrix>,
-        vectors: &mut Vec<(Vector, TensorInfo)>,
-    ) -> Result<(), LoadErrorKind> {
+    fn found(&mut self, kind: LayerKind, local: bool, borrows: bool) -> LayerSpec {
+        LayerSpec {
+            kind,
+            local,
+            borrows,
+            matrices: mem::take(&mut self.matrices),
+            vectors: mem::take(&mut self.vectors),
+        }
+    }
+
+    fn feed_forward(&mut self, architecture: Architecture) -> Result<(), LoadErrorKind> {
+        let width = self.width;
         let norm = match architecture {
             Architecture::GptOss | Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 "post_attention_norm.weight"
@@ -215,58 +174,38 @@ impl LayerBuilder<'_> {
             _ => "ffn_norm.weight",
         };
         if architecture.norms().before {
-            vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
+            self.vector(Vector::FfnNorm, norm, &[width])?;
         }
         if architecture.centres() {
-            vectors.push(self.vector(Vector::FfnNormBias, "ffn_norm.bias", &[self.width])?);
+            self.vector(Vector::FfnNormBias, "ffn_norm.bias", &[width])?;
         }
         if let Some(experts) = self.experts {
-            return self.mixture(experts, matrices, vectors);
+            return self.mixture(experts);
         }
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
-            let [gate, up] = self.parts("ffn_up.weight", self.width, [self.feed_forward; 2])?;
-            matrices.push(Self::matrix_of(Role::FfnGate, gate.0, self.width, gate.1));
-            matrices.push(Self::matrix_of(Role::FfnUp, up.0, self.width, up.1));
+            let (roles, rows) = ([Role::FfnGate, Role::FfnUp], [self.feed_forward; 2]);
+            self.parts(roles, "ffn_up.weight", width, rows)?;
         } else {
-            matrices.push(self.matrix(
-                Role::FfnGate,
-                "ffn_gate.weight",
-                self.width,
-                self.feed_forward,
-            )?);
-            matrices.push(self.matrix(
-                Role::FfnUp,
-                "ffn_up.weight",
-                self.width,
-                self.feed_forward,
-            )?);
+            self.matrix(Role::FfnGate, "ffn_gate.weight", width, self.feed_forward)?;
+            self.matrix(Role::FfnUp, "ffn_up.weight", width, self.feed_forward)?;
         }
-        matrices.push(self.matrix(
-            Role::FfnDown,
-            "ffn_down.weight",
-            self.feed_forward,
-            self.width,
-        )?);
+        self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, width)?;
         for (bias, name, elements) in [
             (Vector::FfnGateBias, "ffn_gate.bias", self.feed_forward),
             (Vector::FfnUpBias, "ffn_up.bias", self.feed_forward),
-            (Vector::FfnDownBias, "ffn_down.bias", self.width),
+            (Vector::FfnDownBias, "ffn_down.bias", width),
         ] {
-            self.bias(bias, name, elements, vectors)?;
+            self.bias(bias, name, elements)?;
         }
         Ok(())
     }
 
     /// The layer's own input, and the factor of its result.
-    fn layer_input(
-        &self,
-        matrices: &mut Vec<Matrix>,
-        vectors: &mut Vec<(Vector, TensorInfo)>,
-    ) -> Result<(), LoadErrorKind> {
+    fn layer_input(&mut self) -> Result<(), LoadErrorKind> {
         let width = self.width;
         if let Some((index, inner)) = self.input {
-            matrices.push(self.matrix(Role::LayerGate, "inp_gate.weight", width, inner)?);
+            self.matrix(Role::LayerGate, "inp_gate.weight", width, inner)?;
             let all = tensor(self.header, LAYER_PROJECTION)?;
             let row_bytes = width / all.dtype.block_size() * all.dtype.type_size();
             let part = TensorInfo {
@@ -275,43 +214,38 @@ impl LayerBuilder<'_> {
                 bytes: Bytes::of_len(inner * row_bytes),
                 ..all.clone()
             };
-            matrices.push(Self::matrix_of(Role::LayerInput, part, width, inner));
-            matrices.push(self.matrix(Role::LayerOutput, "proj.weight", inner, width)?);
+            self.matrix_of(Role::LayerInput, part, width, inner);
+            self.matrix(Role::LayerOutput, "proj.weight", inner, width)?;
             let norm = vector(self.header, LAYER_INPUT_NORM, &[inner])?;
-            vectors.push((Vector::LayerInputNorm, norm));
-            vectors.push(self.vector(Vector::LayerPostNorm, "post_norm.weight", &[width])?);
+            self.vectors.push((Vector::LayerInputNorm, norm));
+            self.vector(Vector::LayerPostNorm, "post_norm.weight", &[width])?;
         }
-        self.bias(Vector::LayerScale, "layer_output_scale.weight", 1, vectors)
+        self.bias(Vector::LayerScale, "layer_output_scale.weight", 1)
     }
 
-    fn mixture(
-        &self,
-        spec: &ExpertSpec,
-        matrices: &mut Vec<Matrix>,
-        vectors: &mut Vec<(Vector, TensorInfo)>,
-    ) -> Result<(), LoadErrorKind> {
+    fn mixture(&mut self, spec: &ExpertSpec) -> Result<(), LoadErrorKind> {
         let (width, inner) = (self.width, spec.inner);
         if spec.scores == Scores::Sigmoid {
-            vectors.push(self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?);
+            self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?;
         }
-        matrices.push(self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?);
+        self.matrix(Role::Router, "ffn_gate_inp.weight", width, spec.count)?;
         if spec.scores == Scores::Logits {
             let bias = "ffn_gate_inp.bias";
-            vectors.push(self.vector(Vector::RouterBias, bias, &[spec.count])?);
+            self.vector(Vector::RouterBias, bias, &[spec.count])?;
             for (bias, name, elements) in [
                 (Vector::ExpertGateBias, "gate", inner),
                 (Vector::ExpertUpBias, "up", inner),
                 (Vector::ExpertDownBias, "down", width),
             ] {
                 let name = format!("ffn_{name}_exps.bias");
-                vectors.push(self.vector(bias, &name, &[elements, spec.count])?);
+                self.vector(bias, &name, &[elements, spec.count])?;
             }
         }
         let kind = match spec.beside {
             Beside::Nothing => None,
             Beside::Gated(_) => {
                 let gate = "ffn_gate_inp_shexp.weight";
-                matrices.push(self.matrix(Role::SharedGate, gate, width, 1)?);
+                self.matrix(Role::SharedGate, gate, width, 1)?;
                 Some("_shexp")
             }
             Beside::Normed(_) => {
@@ -321,10 +255,10 @@ impl LayerBuilder<'_> {
                     (Vector::ExpertPostNorm, "post_ffw_norm_2.weight"),
                     (Vector::FfnBesideNorm, "post_ffw_norm_1.weight"),
                 ] {
-                    vectors.push(self.vector(norm, name, &[width])?);
+                    self.vector(norm, name, &[width])?;
                 }
                 let scale = "ffn_down_exps.scale";
-                self.bias(Vector::ExpertScale, scale, spec.count, vectors)?;
+                self.bias(Vector::ExpertScale, scale, spec.count)?;
                 Some("")
             }
         };
@@ -336,7 +270,7 @@ impl LayerBuilder<'_> {
                 (Role::FfnDown, "down", beside, width),
             ] {
                 let name = format!("ffn_{name}{kind}.weight");
-                matrices.push(self.matrix(role, &name, columns, rows)?);
+                self.matrix(role, &name, columns, rows)?;
             }
         }
         for (role, name, columns, rows) in [
@@ -361,60 +295,51 @@ impl LayerBuilder<'_> {
                 return Err(bad_shape(info, &format!("{dims:?}")));
             }
             let rows = rows.saturating_mul(spec.count);
-            matrices.push(Self::matrix_of(role, info.clone(), columns, rows));
+            self.matrix_of(role, info.clone(), columns, rows);
         }
         Ok(())
     }
 
     /// A bias or a factor, if the file has one.
-    fn bias(
-        &self,
-        bias: Vector,
-        name: &str,
-        elements: usize,
-        vectors: &mut Vec<(Vector, TensorInfo)>,
-    ) -> Result<(), LoadErrorKind> {
-        if self.find(name).is_some() {
-            vectors.push(self.vector(bias, name, &[elements])?);
+    fn bias(&mut self, bias: Vector, name: &str, elements: usize) -> Result<(), LoadErrorKind> {
+        match self.find(name) {
+            Some(_) => self.vector(bias, name, &[elements]),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn matrix(
-        &self,
+        &mut self,
         role: Role,
         name: &str,
         columns: usize,
         rows: usize,
-    ) -> Result<Matrix, LoadErrorKind> {
-        let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
-        if !info.has_dims(&[columns as u64, rows as u64]) {
-            return Err(bad_shape(info, &format!("[{columns}, {rows}]")));
-        }
-        Ok(Self::matrix_of(role, info.clone(), columns, rows))
+    ) -> Result<(), LoadErrorKind> {
+        self.parts([role], name, columns, [rows])
     }
 
-    fn matrix_of(role: Role, tensor: TensorInfo, columns: usize, rows: usize) -> Matrix {
-        Matrix {
+    fn matrix_of(&mut self, role: Role, tensor: TensorInfo, columns: usize, rows: usize) {
+        self.matrices.push(Matrix {
             role,
             columns,
             rows,
             row_bytes: columns / tensor.dtype.block_size() * tensor.dtype.type_size(),
             tensor,
-        }
+        });
     }
 
-    fn find(&self, name: &str) -> Option<&TensorInfo> {
+    fn find(&self, name: &str) -> Option<&'spec TensorInfo> {
         self.header.tensor(&format!("{}{name}", self.prefix))
     }
 
-    /// Splits a matrix with the rows of several, one after another.
+    /// A matrix with the rows of several, one after another.
     fn parts<const N: usize>(
-        &self,
+        &mut self,
+        roles: [Role; N],
         name: &str,
         columns: usize,
         rows: [usize; N],
-    ) -> Result<[(TensorInfo, usize); N], LoadErrorKind> {
+    ) -> Result<(), LoadErrorKind> {
         let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
         let all: usize = rows.iter().sum();
         if !info.has_dims(&[columns as u64, all as u64]) {
@@ -422,7 +347,7 @@ impl LayerBuilder<'_> {
         }
         let row_bytes = (columns / info.dtype.block_size() * info.dtype.type_size()) as u64;
         let mut first = 0u64;
-        Ok(rows.map(|rows| {
+        for (role, rows) in roles.into_iter().zip(rows) {
             let part = TensorInfo {
                 dims: vec![columns as u64, rows as u64],
                 offset: info.offset + first * row_bytes,
@@ -430,8 +355,9 @@ impl LayerBuilder<'_> {
                 ..info.clone()
             };
             first += rows as u64;
-            (part, rows)
-        }))
+            self.matrix_of(role, part, columns, rows);
+        }
+        Ok(())
     }
 
     /// As [`Self::parts`], for a bias.
@@ -456,16 +382,10 @@ impl LayerBuilder<'_> {
         }))
     }
 
-    fn vector(
-        &self,
-        vector_: Vector,
-        name: &str,
-        dims: &[usize],
-    ) -> Result<(Vector, TensorInfo), LoadErrorKind> {
-        Ok((
-            vector_,
-            vector(self.header, &format!("{}{name}", self.prefix), dims)?,
-        ))
+    fn vector(&mut self, kind: Vector, name: &str, dims: &[usize]) -> Result<(), LoadErrorKind> {
+        let found = vector(self.header, &format!("{}{name}", self.prefix), dims)?;
+        self.vectors.push((kind, found));
+        Ok(())
     }
 }
 

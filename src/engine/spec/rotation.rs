@@ -16,7 +16,6 @@ pub struct Rotation {
 
 impl Rotation {
     /// Unscaled angles with `base`.
-    #[must_use]
     pub const fn plain(base: f32) -> Self {
         Self {
             base,

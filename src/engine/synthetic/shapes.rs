@@ -5,7 +5,6 @@ use crate::spec::Architecture;
 
 impl Synthetic {
     /// The shape of Qwen3.5-0.8B.
-    #[must_use]
     pub const fn qwen35_0_8b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::Qwen35,
@@ -31,7 +30,6 @@ impl Synthetic {
     }
 
     /// The shape of Qwen3.5-4B.
-    #[must_use]
     pub const fn qwen35_4b(types: TypeMix, seed: u64) -> Self {
         Self {
             layers: 32,
@@ -45,7 +43,6 @@ impl Synthetic {
     }
 
     /// The shape of Qwen3.6-35B-A3B.
-    #[must_use]
     pub const fn qwen35_35b_a3b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::Qwen35Moe,
@@ -62,7 +59,6 @@ impl Synthetic {
     }
 
     /// The shape of Qwen3-0.6B.
-    #[must_use]
     pub const fn qwen3_0_6b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::Qwen3,
@@ -88,7 +84,6 @@ impl Synthetic {
     }
 
     /// The shape of Qwen3-30B-A3B.
-    #[must_use]
     pub const fn qwen3_30b_a3b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::Qwen3Moe,
@@ -104,7 +99,6 @@ impl Synthetic {
     }
 
     /// The shape of gpt-oss-20b.
-    #[must_use]
     pub const fn gpt_oss_20b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::GptOss,
@@ -126,7 +120,6 @@ impl Synthetic {
     }
 
     /// The shape of Llama-3.2-1B.
-    #[must_use]
     pub const fn llama_3_2_1b(types: TypeMix, seed: u64) -> Self {
         Self {
             architecture: Architecture::Llama,

@@ -63,7 +63,6 @@ impl TokenizerError {
     }
 
     /// The remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::UnknownModel { .. } | Self::UnknownPre { .. } => {

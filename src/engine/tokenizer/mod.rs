@@ -177,7 +177,6 @@ impl Tokenizer {
 
     /// Heap memory of a header's tokenizer, within a few percent: the library's hash tables, whose sizes are powers of
     /// two, two texts per token, and the bytes of each token.
-    #[must_use]
     pub fn heap_bytes(header: &Header) -> Bytes {
         let Some(texts) = header.strings(KEY_TOKENS) else {
             return Bytes::ZERO;
@@ -218,7 +217,6 @@ impl Tokenizer {
     }
 
     /// Tokens of forced bytes, up to the first that may merge with following text.
-    #[must_use]
     pub(super) fn encode_ahead(&self, bytes: &[u8]) -> Vec<u32> {
         let mut tokens = Vec::new();
         let text = bytes.utf8_chunks().next().map_or("", |chunk| chunk.valid());
@@ -283,13 +281,11 @@ impl Tokenizer {
 
     /// The bytes of a token; empty for control tokens and unknown ones. A character may span several tokens:
     /// [`TextStream`] joins them.
-    #[must_use]
     pub fn bytes(&self, token: u32) -> &[u8] {
         self.pieces.get(token)
     }
 
     /// Text of a complete token sequence; invalid bytes become `U+FFFD`.
-    #[must_use]
     pub fn decode(&self, tokens: &[u32]) -> String {
         let mut stream = TextStream::default();
         let mut text = String::new();
@@ -301,7 +297,6 @@ impl Tokenizer {
     }
 
     /// Whether the model ends its answer with `token`.
-    #[must_use]
     pub fn is_end(&self, token: u32) -> bool {
         self.ends.contains(&token)
     }
@@ -329,25 +324,21 @@ impl Tokenizer {
     }
 
     /// The number of tokens.
-    #[must_use]
     pub fn vocabulary(&self) -> u32 {
         self.pieces.len()
     }
 
     /// The token that begins a sequence, if the file names one.
-    #[must_use]
     pub const fn bos(&self) -> Option<u32> {
         self.bos
     }
 
     /// Whether sequences begin with [`Self::bos`].
-    #[must_use]
     pub const fn adds_bos(&self) -> bool {
         self.add_bos
     }
 
     /// The control token with this text.
-    #[must_use]
     pub fn control(&self, text: &str) -> Option<u32> {
         self.control.find(text)
     }

@@ -59,7 +59,6 @@ pub(super) const SPACE: char = '\u{2581}';
 
 /// The character that represents `byte` in byte-level vocabularies: printable ones themselves, others from U+0100 on
 /// (GPT-2's `bytes_to_unicode`).
-#[must_use]
 pub fn byte_symbol(byte: u8) -> char {
     let plain = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if plain(byte) {

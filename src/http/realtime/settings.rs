@@ -16,7 +16,7 @@ use super::super::{
     speech::{SPEED_MAX, SPEED_MIN, voice_named},
 };
 use cotenant_speech::audio::TTS_RATE_HZ;
-use cotenant_units::Tokens;
+use cotenant_units::{Tokens, millis};
 
 /// Settings of the next response and the next turn.
 #[derive(Clone, Debug, PartialEq)]
@@ -419,10 +419,6 @@ fn check_format(field: &str, format: &Value) -> Result<(), Fault> {
         format,
         format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}"),
     )
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn from_millis(millis: f64) -> Duration {

@@ -34,7 +34,6 @@ pub(super) enum When {
 
 impl Locked {
     /// Whether all of it is locked.
-    #[must_use]
     pub const fn is_locked(&self) -> bool {
         self.refused.is_none()
     }
@@ -91,7 +90,6 @@ pub(super) fn range(what: &'static str, start: *const u8, length: usize, when: W
 /// Locks the text, constants and data of this program and of its libraries, as far as they are accessed.
 ///
 /// Limited to mappings of executable files and of the program's own file, which excludes memory of the engine.
-#[must_use]
 pub fn lock_program() -> Locked {
     let mut sum = Locked {
         what: "the program",
@@ -141,7 +139,6 @@ pub fn lock_stack() {
 }
 
 /// Result for the stacks of all threads that locked theirs; `None` if none did.
-#[must_use]
 pub fn stacks() -> Option<Locked> {
     STACKS
         .lock()

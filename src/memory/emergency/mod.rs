@@ -111,7 +111,6 @@ fn granted(start: *mut u8) -> *mut u8 {
 }
 
 /// Numbers of served and missed allocations.
-#[must_use]
 pub fn counts() -> Counts {
     Counts {
         served: SERVED.load(Ordering::Relaxed),
@@ -120,7 +119,6 @@ pub fn counts() -> Counts {
 }
 
 /// Bytes of all blocks in use now, in whole blocks.
-#[must_use]
 pub fn in_use() -> usize {
     blocks::in_use()
 }

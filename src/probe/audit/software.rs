@@ -315,28 +315,19 @@ fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
+/// Values that switch a setting off.
+const OFF: &[&str] = &["no", "false", ""];
+
 /// Setting, its harmless values, and the effect of others.
 const SANDBOX: [(&str, &[&str], &str); 7] = [
-    (
-        "PrivateDevices",
-        &["no", "false", ""],
-        "hides /dev/nvmap and sound",
-    ),
-    (
-        "PrivateUsers",
-        &["no", "false", ""],
-        "hides the identity of clients",
-    ),
+    ("PrivateDevices", OFF, "hides /dev/nvmap and sound"),
+    ("PrivateUsers", OFF, "hides the identity of clients"),
     (
         "ProtectKernelTunables",
-        &["no", "false", ""],
+        OFF,
         "keeps the GPU's page pool from being emptied",
     ),
-    (
-        "ProtectControlGroups",
-        &["no", "false", ""],
-        "leaves workers without limits",
-    ),
+    ("ProtectControlGroups", OFF, "leaves workers without limits"),
     (
         "ProtectProc",
         &["default", ""],

@@ -89,7 +89,6 @@ macro_rules! types {
             }
 
             /// Its type, as in the header.
-            #[must_use]
             pub fn kind(&self) -> &str {
                 match self {
                     $(Self::$event { .. } => $name,)+
@@ -163,7 +162,6 @@ pub struct AudioFormat {
 
 impl AudioFormat {
     /// Mono, 16 bits, little-endian: the format of speech workers.
-    #[must_use]
     pub const fn mono_16_bit(rate: u32) -> Self {
         Self {
             rate,
@@ -177,10 +175,8 @@ impl AudioFormat {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Transcribe {
     /// Model.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Language.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
 }
 
@@ -191,7 +187,6 @@ pub struct AudioStart {
     #[serde(flatten)]
     pub format: AudioFormat,
     /// Milliseconds on the sender's clock.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub timestamp: Option<i64>,
 }
 
@@ -202,7 +197,6 @@ pub struct AudioChunk {
     #[serde(flatten)]
     pub format: AudioFormat,
     /// Milliseconds on the sender's clock.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub timestamp: Option<i64>,
     /// The samples, little-endian.
     #[serde(skip)]
@@ -213,7 +207,6 @@ pub struct AudioChunk {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AudioStop {
     /// Milliseconds on the sender's clock.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub timestamp: Option<i64>,
 }
 
@@ -223,10 +216,8 @@ pub struct Transcript {
     /// The recognised text.
     pub text: String,
     /// Its language.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
     /// Identifies a conversation.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
 
@@ -234,7 +225,6 @@ pub struct Transcript {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TranscriptStart {
     /// Its language.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
 }
 
@@ -242,10 +232,8 @@ pub struct TranscriptStart {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Handled {
     /// The assistant's answer.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
     /// Identifies a conversation.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
 
@@ -253,7 +241,6 @@ pub struct Handled {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandledStart {
     /// Identifies a conversation.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
 }
 
@@ -272,7 +259,6 @@ pub struct Synthesize {
     /// The text to speak.
     pub text: String,
     /// The voice to use.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub voice: Option<Voice>,
 }
 
@@ -280,7 +266,6 @@ pub struct Synthesize {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SynthesizeStart {
     /// The voice to use.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub voice: Option<Voice>,
 }
 
@@ -311,7 +296,6 @@ pub struct ErrorReply {
     /// For people.
     pub text: String,
     /// For programs.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
 }
 
@@ -319,7 +303,6 @@ pub struct ErrorReply {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ping {
     /// Returned unchanged.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
 
@@ -336,7 +319,6 @@ pub struct Resized {
     /// The current variant.
     pub variant: String,
     /// Its resident set in bytes, if known to the worker.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub rss_bytes: Option<u64>,
 }
 
@@ -345,7 +327,6 @@ pub struct Resized {
 #[error("invalid fields of Wyoming event `{kind}`")]
 pub struct EventError {
     kind: String,
-    #[source]
     source: serde_json::Error,
 }
 
@@ -391,10 +372,13 @@ const TIMESTAMP: &str = "timestamp";
 /// Integer fields of events.
 const WHOLE: [&str; 4] = ["rate", "width", "channels", TIMESTAMP];
 
-/// Its fields as a JSON object, empty if there are none. Serialising a struct with string keys cannot fail.
+/// Its fields as a JSON object, without those that it lacks. Serialising a struct with string keys cannot fail.
 fn object(event: &Event) -> Map<String, Value> {
     match serde_json::to_value(event) {
-        Ok(Value::Object(map)) => map,
+        Ok(Value::Object(mut map)) => {
+            map.retain(|_, value| !value.is_null());
+            map
+        }
         _ => Map::new(),
     }
 }

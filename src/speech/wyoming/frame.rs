@@ -22,7 +22,6 @@ pub struct Frame {
 
 impl Frame {
     /// A message without fields and payload.
-    #[must_use]
     pub fn new(kind: impl Into<String>) -> Self {
         Self {
             kind: kind.into(),
@@ -221,7 +220,6 @@ pub async fn write_frame<W: AsyncWrite + Unpin>(
 
 /// Reason why bytes are not a Wyoming message.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum FrameError {
     /// The header line does not end.
     #[error("no newline within the first {limit} bytes of a Wyoming message")]

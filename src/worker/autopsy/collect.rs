@@ -22,8 +22,7 @@ use cotenant_probe::{
     cgroup::{self, Cgroup},
     processes,
 };
-use cotenant_units::Bytes;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, lock::locked};
 
 /// State before one start, for comparison at the end.
 #[derive(Debug)]

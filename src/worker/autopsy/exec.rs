@@ -12,6 +12,7 @@ use super::collect::unfit;
 use cotenant_policy::death::{
     Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd,
 };
+use cotenant_units::micros;
 
 /// Returns a certificate for a failed start. `error` is the cause with its chain in words, `source` the error of
 /// `execve` or of an earlier system call.
@@ -103,7 +104,7 @@ pub(crate) fn not_started(
     DeathCertificate {
         worker: worker.to_owned(),
         start,
-        took_us: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
+        took_us: micros(began.elapsed()),
         verdict: DeathVerdict {
             class,
             confidence: Confidence::Certain,
@@ -132,9 +133,7 @@ fn is_for_want(error: &io::Error) -> bool {
 pub(super) fn unix_us() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |since| {
-            u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
-        })
+        .map_or(0, micros)
 }
 
 /// Returns the file of `program`, found as by execvp(3).

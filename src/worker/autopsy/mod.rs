@@ -38,7 +38,7 @@ use super::{
 };
 use cotenant_policy::death::{DeathCertificate, DeathMemory, MemoryPoint, ProcessEnd};
 use cotenant_threads::blocking;
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, micros, millis};
 
 pub(super) use self::{
     collect::{Life, available, other_versions, unfit},
@@ -165,7 +165,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             .skip(last_lines)
             .map(|line| words::shortened(line))
             .collect(),
-        took_us: u64::try_from(case.exited_at.elapsed().as_micros()).unwrap_or(u64::MAX),
+        took_us: micros(case.exited_at.elapsed()),
         verdict,
         end: ProcessEnd {
             exit_code,
@@ -250,10 +250,6 @@ pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
         .map(PathBuf::from);
     own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from))
         .collect()
-}
-
-fn millis(span: Duration) -> u64 {
-    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Default library folders, those of CUDA first.

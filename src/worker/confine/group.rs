@@ -7,11 +7,12 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     process,
     sync::atomic::{AtomicU64, Ordering},
 };
+
+use nix::unistd::write;
 
 use super::settings::Measure;
 use cotenant_probe::{
@@ -28,7 +29,6 @@ pub struct Groups {
 
 impl Groups {
     /// Returns a value without groups, with the reason.
-    #[must_use]
     pub fn none(reason: &str) -> Self {
         Self {
             parent: Err(reason.to_owned()),
@@ -36,7 +36,6 @@ impl Groups {
     }
 
     /// Prepares the supervisor's own group as parent of the workers' groups, if possible.
-    #[must_use]
     pub fn open(roots: &ProbeRoot) -> Self {
         let groups = Self {
             parent: own(roots).and_then(|parent| match parent.version() {
@@ -51,7 +50,6 @@ impl Groups {
     }
 
     /// Returns whether workers would have groups, without changing anything.
-    #[must_use]
     pub fn look(roots: &ProbeRoot) -> Self {
         let parent = own(roots).and_then(|parent| {
             let folder = parent.folder();
@@ -133,13 +131,8 @@ impl WorkerGroup {
 
     /// Moves the calling process into it: one system call on an open file.
     pub(super) fn enter(&self) -> io::Result<()> {
-        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 means the caller.
-        let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
-        if written == 1 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        // 0 means the caller.
+        Ok(write(&self.procs, b"0").map(drop)?)
     }
 }
 

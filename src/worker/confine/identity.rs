@@ -2,7 +2,11 @@
 
 use std::{collections::BTreeMap, ffi::CString, fs, io};
 
-use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
+use nix::{
+    errno::Errno,
+    sys::resource::{self, getrlimit, rlim_t, setrlimit},
+    unistd::{Gid, Group, Uid, User, getgrouplist, setgroups, setresgid, setresuid},
+};
 
 use super::settings::{ConfineError, Measure};
 use cotenant_config::{Confinement, Resource};
@@ -10,9 +14,9 @@ use cotenant_config::{Confinement, Resource};
 /// User and groups to switch to.
 #[derive(Debug)]
 pub(super) struct Ids {
-    uid: libc::uid_t,
-    gid: libc::gid_t,
-    others: Vec<libc::gid_t>,
+    uid: Uid,
+    gid: Gid,
+    others: Vec<Gid>,
     words: String,
 }
 
@@ -55,9 +59,9 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
         }
     }
     Ok(Some(Ids {
-        uid: uid.as_raw(),
-        gid: gid.as_raw(),
-        others: others.iter().map(|gid| gid.as_raw()).collect(),
+        uid,
+        gid,
+        others,
         words: format!("uid {uid}, gid {gid}"),
     }))
 }
@@ -73,44 +77,23 @@ impl Ids {
 
     /// Switches permanently. Runs between fork and exec: system calls only.
     pub(super) fn become_them(&self) -> io::Result<()> {
-        let done = |result: libc::c_int| {
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
-        };
-        // SAFETY: the list has the given length and outlives the call; the new process has only this thread.
-        done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
-        // SAFETY: passes three numbers. Real, effective and saved ids are set alike, so the switch is irreversible.
-        done(unsafe { libc::setresgid(self.gid, self.gid, self.gid) })?;
-        // SAFETY: as above.
-        done(unsafe { libc::setresuid(self.uid, self.uid, self.uid) })
+        // Real, effective and saved ids are set alike, so the switch is irreversible. The C library's functions would
+        // switch all threads; the new process has only this one.
+        setgroups(&self.others)?;
+        setresgid(self.gid, self.gid, self.gid)?;
+        Ok(setresuid(self.uid, self.uid, self.uid)?)
     }
 }
 
 /// Drops ambient capabilities, which a unit may give the supervisor (`AmbientCapabilities=`): they survive `exec`, and
 /// a change between two users other than root (capabilities(7)). Runs between fork and exec: system calls only.
 pub(super) fn drop_ambient() -> io::Result<()> {
+    let clear = libc::PR_CAP_AMBIENT_CLEAR_ALL;
     // SAFETY: passes four numbers, of which the last three are ignored.
-    if unsafe {
-        libc::prctl(
-            libc::PR_CAP_AMBIENT,
-            libc::PR_CAP_AMBIENT_CLEAR_ALL,
-            0,
-            0,
-            0,
-        )
-    } == 0
-    {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    // Not supported before Linux 4.3.
-    if error.raw_os_error() == Some(libc::EINVAL) {
-        Ok(())
-    } else {
-        Err(error)
+    match Errno::result(unsafe { libc::prctl(libc::PR_CAP_AMBIENT, clear, 0, 0, 0) }) {
+        // Not supported before Linux 4.3.
+        Ok(_) | Err(Errno::EINVAL) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -155,7 +138,7 @@ fn group_of(name: &str) -> Result<Gid, ConfineError> {
 /// If one exceeds the supervisor's own hard limit, which it may not raise.
 pub(super) fn limits(
     resources: &BTreeMap<Resource, Option<u64>>,
-) -> Result<Vec<(Resource, libc::rlim_t)>, ConfineError> {
+) -> Result<Vec<(Resource, rlim_t)>, ConfineError> {
     resources
         .iter()
         .map(|(resource, limit)| {
@@ -177,40 +160,22 @@ pub(super) fn limits(
 }
 
 /// Sets soft and hard limit of the calling process by one system call.
-pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<()> {
-    let both = libc::rlimit {
-        rlim_cur: limit,
-        rlim_max: limit,
-    };
-    // SAFETY: `both` is valid for reads.
-    if unsafe { libc::setrlimit(number_of(resource), &raw const both) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+pub(super) fn set_limit(resource: Resource, limit: rlim_t) -> io::Result<()> {
+    Ok(setrlimit(number_of(resource), limit, limit)?)
 }
 
-fn hard_limit(resource: Resource) -> io::Result<libc::rlim_t> {
-    let mut both = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: `both` is valid for writes.
-    if unsafe { libc::getrlimit(number_of(resource), &raw mut both) } == 0 {
-        Ok(both.rlim_max)
-    } else {
-        Err(io::Error::last_os_error())
-    }
+fn hard_limit(resource: Resource) -> io::Result<rlim_t> {
+    Ok(getrlimit(number_of(resource))?.1)
 }
 
-const fn number_of(resource: Resource) -> libc::__rlimit_resource_t {
+const fn number_of(resource: Resource) -> resource::Resource {
     match resource {
-        Resource::AddressSpace => libc::RLIMIT_AS,
-        Resource::Core => libc::RLIMIT_CORE,
-        Resource::FileSize => libc::RLIMIT_FSIZE,
-        Resource::LockedMemory => libc::RLIMIT_MEMLOCK,
-        Resource::OpenFiles => libc::RLIMIT_NOFILE,
-        Resource::Processes => libc::RLIMIT_NPROC,
+        Resource::AddressSpace => resource::Resource::RLIMIT_AS,
+        Resource::Core => resource::Resource::RLIMIT_CORE,
+        Resource::FileSize => resource::Resource::RLIMIT_FSIZE,
+        Resource::LockedMemory => resource::Resource::RLIMIT_MEMLOCK,
+        Resource::OpenFiles => resource::Resource::RLIMIT_NOFILE,
+        Resource::Processes => resource::Resource::RLIMIT_NPROC,
     }
 }
 

@@ -4,10 +4,7 @@
 //! instruction of the worker. Features missing on this machine are reported as a [`Measure`]; with
 //! [`Confinement::required`] the worker is then not started.
 
-use std::{
-    io::{self, Read as _},
-    os::fd::AsRawFd as _,
-};
+use std::io::{self, Read as _};
 
 use super::descent::adopt_descendants;
 
@@ -167,9 +164,8 @@ impl Prepared {
 
     fn at(&self, step: Step) {
         let byte = step as u8;
-        // SAFETY: writes one byte of the stack to an open descriptor; `write` is async-signal-safe. If it fails, an
-        // error message lacks the step.
-        let _ = unsafe { libc::write(self.step.as_raw_fd(), std::ptr::from_ref(&byte).cast(), 1) };
+        // If it fails, an error message lacks the step.
+        let _ = nix::unistd::write(&self.step, &[byte]);
     }
 }
 

@@ -11,6 +11,7 @@ use landlock::{
     ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, PathFd, Ruleset,
     RulesetAttr as _, RulesetCreatedAttr as _,
 };
+use nix::{errno::Errno, sys::prctl};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
 use super::settings::{Measure, Surroundings};
@@ -123,13 +124,11 @@ fn landlock_version() -> i64 {
 
 /// Applies the file rules to the calling process and its descendants, by two system calls.
 pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
-    no_new_privileges()?;
+    // A confined process must not gain rights by executing a program.
+    prctl::set_no_new_privs()?;
     // SAFETY: the descriptor is open, and the flags must be 0.
-    if unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) };
+    Ok(Errno::result(result).map(drop)?)
 }
 
 /// Builds a Landlock domain that isolates only memory, descriptors and environment of processes: a process in a domain
@@ -147,8 +146,8 @@ pub(super) fn process_wall() -> Result<OwnedFd, String> {
 /// Protects this process's memory from other processes of the same user, for kernels on which Landlock cannot. Does not
 /// protect it from root.
 pub(super) fn be_undumpable() {
-    // SAFETY: passes numbers only; the call cannot fail with them.
-    let _ = unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
+    // It cannot fail with this value.
+    let _ = prctl::set_dumpable(false);
 }
 
 /// Drops root's capabilities beyond files, signals and ports from the bounding set. Runs between fork and exec: system
@@ -219,7 +218,8 @@ fn has_seccomp() -> bool {
 
 /// Applies the filter to the calling process and its descendants: system calls only.
 pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
-    no_new_privileges()?;
+    // A confined process must not gain rights by executing a program.
+    prctl::set_no_new_privs()?;
     let length = libc::c_ushort::try_from(program.len())
         .map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
     let filter = libc::sock_fprog {
@@ -235,21 +235,7 @@ pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
             std::ptr::from_ref(&filter),
         )
     };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
-}
-
-/// Required by both: a confined process must not gain rights by executing a program.
-fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: passes five numbers; fails only on kernels without this option.
-    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    Ok(Errno::result(result).map(drop)?)
 }
 
 /// Paths read by programs and their libraries. Missing ones are skipped.

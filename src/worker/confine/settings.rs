@@ -34,7 +34,6 @@ pub(crate) struct Surroundings<'a> {
 
 /// Reason why a worker cannot be confined as required.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum ConfineError {
     /// Unknown user or group.
     #[error("{kind} `{name}` does not exist")]
@@ -80,7 +79,6 @@ pub enum ConfineError {
         /// The failed action.
         what: &'static str,
         /// Its error.
-        #[source]
         source: io::Error,
     },
 }

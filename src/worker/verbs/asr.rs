@@ -60,7 +60,6 @@ pub enum Vocabulary {
 
 impl Vocabulary {
     /// Returns the vocabulary with this name.
-    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         [Self::Grammar, Self::Open]
             .into_iter()
@@ -68,7 +67,6 @@ impl Vocabulary {
     }
 
     /// Returns its name as a variant.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Grammar => "grammar",

@@ -8,7 +8,6 @@ use cotenant_units::Bytes;
 
 /// Reason why a built-in worker ended.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum VerbError {
     /// The runtime cannot be created.
     #[error("cannot start the worker")]
@@ -19,7 +18,6 @@ pub enum VerbError {
         /// The address.
         endpoint: Endpoint,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// A grammar is required, but none is given.
@@ -31,7 +29,6 @@ pub enum VerbError {
         /// The file.
         path: PathBuf,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The grammar is too long.
@@ -59,7 +56,6 @@ pub enum VerbError {
         /// Its size.
         bytes: Bytes,
         /// The cause.
-        #[source]
         source: io::Error,
     },
     /// The arguments are invalid.
@@ -69,7 +65,6 @@ pub enum VerbError {
 
 impl VerbError {
     /// Returns the remedy, if known.
-    #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
             Self::NoGrammar => {

@@ -87,7 +87,6 @@ unsafe fn copied(wave: &Wave) -> Option<MonoAudio> {
 
 /// Reason why flite failed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum FliteError {
     /// It is not installed.
     #[error(transparent)]

@@ -71,7 +71,6 @@ pub struct LibraryError {
 
 impl LibraryError {
     /// Returns the remedy.
-    #[must_use]
     pub const fn hint(&self) -> &'static str {
         self.remedy
     }

@@ -8,11 +8,11 @@ use std::{
     env,
     fs::File,
     io::{self, Write as _},
-    os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use nix::fcntl::{FcntlArg, fcntl};
 use tokio::time::{Instant, sleep};
 
 use super::super::adopt::LOCK_VARIABLE;
@@ -76,10 +76,7 @@ fn is_held(path: &Path) -> io::Result<bool> {
         l_len: 0,
         l_pid: 0,
     };
-    // SAFETY: the descriptor is open, and `asked` is a valid `flock` that the kernel reads and writes.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    fcntl(&file, FcntlArg::F_OFD_GETLK(&mut asked))?;
     Ok(asked.l_type != unlocked)
 }
 
@@ -109,9 +106,7 @@ mod tests {
             l_len: 0,
             l_pid: 0,
         };
-        // SAFETY: the descriptor is open, and `wanted` is a valid `flock`.
-        let locked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
-        assert_eq!(locked, 0);
+        fcntl(&file, FcntlArg::F_OFD_SETLK(&wanted)).unwrap();
         assert!(is_held(&path).unwrap());
         let term = Duration::from_millis(20);
         tokio::select! {

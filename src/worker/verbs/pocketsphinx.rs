@@ -209,7 +209,6 @@ impl ModelFiles {
 
 /// Reason why pocketsphinx failed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 pub enum SphinxError {
     /// It is not installed.
     #[error(transparent)]
@@ -248,7 +247,6 @@ pub enum SphinxError {
 
 impl SphinxError {
     /// Returns the remedy, if known.
-    #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Library(error) => Some(error.hint()),

@@ -21,9 +21,7 @@ use cotenant_engine::{
     reader::WeightFile,
 };
 use cotenant_policy::residency::EnginePlan;
-use cotenant_units::Bytes;
-use cotenant_units::causes::in_one_line;
-use cotenant_units::lock::locked;
+use cotenant_units::{Bytes, causes::in_one_line, lock::locked};
 
 /// Request for a plan at a time unknown to the engine, with its measurements.
 struct Order {

@@ -158,14 +158,12 @@ impl Report {
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
 /// Returns a size in MiB.
-#[must_use]
 pub fn mib(bytes: Bytes) -> f64 {
     bytes.get() as f64 / f64::from(1 << 20)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
 /// Returns the percentage of a part.
-#[must_use]
 pub fn percent(part: u64, whole: u64) -> f64 {
     100.0 * part as f64 / (whole as f64).max(1.0)
 }

@@ -20,8 +20,7 @@ use cotenant_engine::{
 };
 use cotenant_memory::heap;
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
-use cotenant_units::causes::in_one_line;
-use cotenant_units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
 /// A model under measurement.
 pub struct Bench<'settings> {
@@ -525,13 +524,11 @@ pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
 }
 
 /// Returns the size of a file; zero if it cannot be read.
-#[must_use]
 pub fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
 }
 
 /// Converts a number of layers.
-#[must_use]
 pub fn count(layers: usize) -> u32 {
     u32::try_from(layers).unwrap_or(u32::MAX)
 }

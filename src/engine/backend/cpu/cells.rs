@@ -120,9 +120,7 @@ pub(super) fn convert(
     let (old, new) = (row_bytes(from, dim), row_bytes(to, dim));
     let len = job.rows.saturating_mul(old.max(new));
     let Some(start) = space.range(0, len) else {
-        return Err(DeviceError::new(
-            "what is converted of the cache is closed".to_owned(),
-        ));
+        return Err(DeviceError::new("what is converted of the cache is closed"));
     };
     let start = Address(start.as_ptr());
     let some = |first: usize, count: usize| {

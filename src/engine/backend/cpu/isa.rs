@@ -46,13 +46,11 @@ impl Isa {
     ];
 
     /// The best set that this machine has.
-    #[must_use]
     pub(crate) fn detect() -> Self {
         Self::available().last().copied().unwrap_or(Self::Baseline)
     }
 
     /// The set used by backends: the best one, unless a lesser one was requested.
-    #[must_use]
     pub(crate) fn chosen() -> Self {
         CHOSEN.get().copied().unwrap_or_else(Self::detect)
     }
@@ -183,7 +181,6 @@ impl Isa {
     }
 
     /// Its name.
-    #[must_use]
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Baseline => "baseline",

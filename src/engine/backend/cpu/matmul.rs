@@ -86,9 +86,7 @@ impl<'job> Task<'job> {
             copied,
             weights.len() >= rows * row_bytes && floats.len() >= tokens * columns,
         ) else {
-            return Err(DeviceError::new(
-                "a weight or an activation is cut".to_owned(),
-            ));
+            return Err(DeviceError::new("a weight or an activation is cut"));
         };
         Ok(Self {
             dtype,

@@ -375,7 +375,7 @@ fn combine<'op>(
 }
 
 fn no_row() -> DeviceError {
-    DeviceError::new("a row that does not exist is used".to_owned())
+    DeviceError::new("a row that does not exist is used")
 }
 
 fn multiply<'op>(
@@ -393,9 +393,7 @@ fn multiply<'op>(
             && (job.rows.max(1) - 1) * product.stride + end <= product.out.len() / 4;
         let shares = before.filter(|(out, _)| out.is_same(&product.out));
         if !fits || shares.is_some_and(|(_, end)| product.first < end) {
-            return Err(DeviceError::new(
-                "a product has no place for its result".to_owned(),
-            ));
+            return Err(DeviceError::new("a product has no place for its result"));
         }
         outs.push(match (shares, outs.last()) {
             (Some(_), Some(out)) => *out,
@@ -474,9 +472,7 @@ fn finish<'op>(
 ) -> Result<(), DeviceError> {
     let (all, found) = (access.write(&job.logits)?, access.write(&job.found)?);
     let [greatest, _, broken] = found else {
-        return Err(DeviceError::new(
-            "there is no room for what is found".to_owned(),
-        ));
+        return Err(DeviceError::new("there is no room for what is found"));
     };
     // The whole row is read in place instead.
     *greatest = f32::from_bits(u32::MAX);
@@ -484,7 +480,7 @@ fn finish<'op>(
     for rows in job.said.iter() {
         let Some(logits) = all.get_mut(rows.clone()) else {
             return Err(DeviceError::new(
-                "there are fewer logits than rows of the head".to_owned(),
+                "there are fewer logits than rows of the head",
             ));
         };
         if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
@@ -512,7 +508,7 @@ fn widen_rows(job: &Widen<'_>, owner: &mut Owner) -> Result<(), DeviceError> {
             RowBytes::View(view) => access.weight(view)?,
         };
         if bytes.len() < out.len() / job.dtype.block_size() * job.dtype.type_size() {
-            return Err(DeviceError::new("a row of the file is cut".to_owned()));
+            return Err(DeviceError::new("a row of the file is cut"));
         }
         dequantize(job.dtype, bytes, out);
         if job.scale != 1.0 {

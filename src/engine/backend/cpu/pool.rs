@@ -20,7 +20,7 @@ use std::{
     hint, io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
     thread,
@@ -30,6 +30,7 @@ use std::{
 use nix::sched::CpuSet;
 
 use super::processors;
+use cotenant_units::lock::locked;
 
 /// Compute threads, the caller included.
 pub(crate) struct Pool {
@@ -128,7 +129,7 @@ impl Stretch {
     }
 
     fn home(&self) -> MutexGuard<'_, Option<CpuSet>> {
-        self.home.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.home)
     }
 
     /// The processor of its last item.
@@ -188,7 +189,6 @@ impl Pool {
     }
 
     /// Compute threads, the caller included.
-    #[must_use]
     pub(crate) const fn threads(&self) -> usize {
         self.threads.len() + 1
     }

@@ -28,7 +28,6 @@ pub const fn forget_probe() {}
 pub const fn retry() {}
 
 /// A note that the build has no CUDA.
-#[must_use]
 pub fn describe() -> String {
     "left out of this build: the LLM computes on the CPU".to_owned()
 }

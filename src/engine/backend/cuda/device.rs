@@ -1,13 +1,13 @@
 //! The first GPU as a selectable device: its capability, and the models it supports.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::{
     context::scratch_floats,
     driver::Driver,
     gpu::Gpu,
+    launcher::{DELTA_COUNTERS_MAX, own_bytes},
     memory::staged_bytes,
-    operations::{DELTA_COUNTERS_MAX, own_bytes},
     parameters::{copies_stride, formats_of, kind_of},
     probe::Probe,
     queue::Cuda,
@@ -24,7 +24,7 @@ use cotenant_policy::{
     compute::{Compute, CudaKernels, CudaMemory, DeviceChoice},
     residency::KvShape,
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, lock::locked};
 
 /// The GPU, after a successful trial.
 #[derive(Clone, Debug)]
@@ -50,13 +50,13 @@ pub fn find(compute: Compute) -> Result<Arc<dyn Device>, Unavailable> {
 
 /// Makes the next [`find`] retry a GPU that failed.
 pub fn retry() {
-    let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut verdict = locked(&VERDICT);
     verdict.take_if(|verdict| verdict.is_err());
 }
 
 impl CudaDevice {
     fn find(compute: Compute) -> Result<Self, Unavailable> {
-        let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut verdict = locked(&VERDICT);
         let trial = verdict.get_or_insert_with(Trial::run).clone()?;
         let is_asked = compute.device.memory == CudaMemory::Auto && is_integrated();
         let probe = if is_asked {
@@ -149,7 +149,7 @@ impl Device for CudaDevice {
             Err(error) => error,
         };
         // Later choices select another device.
-        *VERDICT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Err(error.clone()));
+        *locked(&VERDICT) = Some(Err(error.clone()));
         Err(match self.compute.device.choice {
             DeviceChoice::Auto => LoadErrorKind::GpuLost(error),
             DeviceChoice::Cpu | DeviceChoice::Cuda => error.into(),
@@ -158,7 +158,6 @@ impl Device for CudaDevice {
 }
 
 /// The first GPU, or the reason why none computes, for display.
-#[must_use]
 pub fn describe() -> String {
     let driver = match Driver::open() {
         Ok(driver) => driver,

@@ -3,7 +3,7 @@
 use std::{
     ffi::{c_int, c_void},
     ptr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 use cudarc::driver::sys;
@@ -18,6 +18,7 @@ use super::{
     segments::{self, Command, Launches, Segments, Tables},
 };
 use crate::{error::Unavailable, gguf::SUPPORTED};
+use cotenant_units::lock::locked;
 
 /// A context, alive as long as any of its resources.
 pub(super) struct Gpu {
@@ -186,7 +187,7 @@ impl Gpu {
     }
 
     fn segments(&self) -> MutexGuard<'_, Segments> {
-        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.segments)
     }
 
     /// Launches the held commands in the middle of a segment.

@@ -8,6 +8,8 @@ mod absent;
 #[cfg(feature = "cuda")]
 mod context;
 #[cfg(feature = "cuda")]
+mod delta;
+#[cfg(feature = "cuda")]
 mod device;
 #[cfg(feature = "cuda")]
 mod driver;
@@ -15,6 +17,8 @@ mod driver;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod images;
+#[cfg(feature = "cuda")]
+mod launcher;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]

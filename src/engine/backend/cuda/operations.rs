@@ -1,89 +1,31 @@
 //! Translation of operations to kernel launches.
 
-use std::{io, mem, sync::Arc};
+use std::mem;
 
 use super::{
-    context::{SCRATCH_ROWS, Slice, attend_kernel, scratch_floats},
+    context::{Slice, attend_kernel, scratch_floats},
     driver::Address,
-    gpu::{Commands, Gpu},
-    memory::{Allocation, allocated_bytes},
+    launcher::{
+        FINISH, FINISH_BLOCKS_MAX, HEAD_DIM_MAX, Launcher, PAIR, PAIR_COUNTERS_MAX, PAIR_ROWS,
+        PARTIAL, POSITION, RESULT, word,
+    },
     parameters::{
-        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FILE_PAGE, FinishJob,
-        HeadsJob, Job, JoinJob, Kernel, Matrix, NormJob, Products, cell_kind, copies_stride,
-        format_of, formats_of, kind_of, narrow_bytes, tiles_bytes,
+        ActivateJob, AttendJob, ConvertJob, CopiesTo, EmbedJob, FILE_PAGE, FinishJob, HeadsJob,
+        Job, JoinJob, Kernel, Matrix, NormJob, Products, cell_kind, copies_stride, format_of,
+        formats_of, kind_of, narrow_bytes, tiles_bytes,
     },
     segments::{Command, Tables},
-    staging::{STAGING_BYTES, Staging, Table},
 };
 use crate::{
-    arena::DeviceMemory as _,
     backend::{
-        Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Matrices, Multiply, Norm,
-        Operation, Part, Prepare, Product, Rotate, RowBytes, View, Widen,
-        cpu::dequantize,
-        memory::{Cells, Owner},
-        offset_in_block,
+        Activate, Attend, Convert, DeviceError, Finish, Multiply, Norm, Operation, Part, Prepare,
+        Product, Rotate, RowBytes, View, Widen, cpu::dequantize, memory::Cells, offset_in_block,
     },
     spec::{Activation, Pairing},
 };
 use cotenant_policy::kv_type::KvType;
 
-/// Translator of operations to launches.
-pub(super) struct Launcher {
-    commands: Commands,
-    pub(super) staging: Staging,
-    pub(super) owner: Owner,
-    /// Whether prompts are multiplied without tensor cores.
-    plain: bool,
-    /// Whether the current operation belongs to a single token, so that its commands are held for a segment.
-    of_token: bool,
-    /// Counters of kernels, at separate places: see the constants below.
-    counters: Allocation,
-    /// Addresses of the weights' parts, after one at zero, so that offsets in it are addresses.
-    parts: Table<Address>,
-    places: Vec<Address>,
-    /// Addresses of the cache's blocks: of layers that see all tokens, and of those with windows.
-    blocks: [Table<u64>; 2],
-    /// Growth of queries, cosines and sines of a gap, and the used rows of the head.
-    growth: Table<f32>,
-    back: Table<f32>,
-    said: Table<[u32; 2]>,
-    /// Pending value of the word at [`POSITION`].
-    position: Option<u32>,
-    /// The last copies made, and the memory requested for them, of which they may occupy the second half.
-    copied: CopiesTo,
-    copied_in: Address,
-}
-
 impl Launcher {
-    /// Allocates memory for all operations within `limits`.
-    pub(super) fn new(
-        gpu: &Arc<Gpu>,
-        owner: Owner,
-        plain: bool,
-        limits: &Limits,
-    ) -> io::Result<Self> {
-        let [parts, blocks, growth, back, said] = table_places(limits);
-        let table = |blocks| Table::new(gpu, Some(Tables::Cache), blocks);
-        Ok(Self {
-            owner,
-            plain,
-            of_token: false,
-            counters: Allocation::new(gpu, COUNTERS_BYTES)?,
-            parts: Table::new(gpu, None, parts)?,
-            places: vec![0; parts],
-            blocks: [table(blocks)?, table(blocks)?],
-            growth: Table::new(gpu, Some(Tables::Cache), growth)?,
-            back: Table::new(gpu, Some(Tables::Cache), back)?,
-            said: Table::new(gpu, Some(Tables::Said), said)?,
-            position: None,
-            copied: CopiesTo::default(),
-            copied_in: 0,
-            staging: Staging::new(gpu)?,
-            commands: Commands::on(gpu),
-        })
-    }
-
     /// Queues an operation; the thread is bound.
     pub(super) fn queue(&mut self, operation: &Operation<'_>) -> Result<(), DeviceError> {
         self.of_token = is_of_token(operation);
@@ -94,11 +36,9 @@ impl Launcher {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
-            Operation::Combine(_) | Operation::Convolve(_) | Operation::Gather(_) => {
-                Err(DeviceError::new(
-                    "there is no kernel for mixtures and short convolutions".to_owned(),
-                ))
-            }
+            Operation::Combine(_) | Operation::Convolve(_) | Operation::Gather(_) => Err(
+                DeviceError::new("there is no kernel for mixtures and short convolutions"),
+            ),
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
@@ -127,79 +67,6 @@ impl Launcher {
         }
     }
 
-    fn at(&self, view: &View) -> Result<Address, DeviceError> {
-        self.owner.device_address(view)
-    }
-
-    fn some(&self, view: Option<&View>) -> Result<Address, DeviceError> {
-        view.map_or(Ok(0), |view| self.at(view))
-    }
-
-    fn fits(&self, view: &View, bytes: usize) -> Result<(), DeviceError> {
-        if view.len() >= bytes {
-            Ok(())
-        } else {
-            let reason = format!("{bytes} bytes do not fit a view of {}", view.len());
-            Err(DeviceError::new(reason))
-        }
-    }
-
-    fn launch(
-        &self,
-        kernel: Kernel,
-        grid: (u32, u32, u32),
-        shared: u32,
-        job: Job,
-    ) -> Result<(), DeviceError> {
-        self.command(&Command::Launch {
-            kernel,
-            grid,
-            shared,
-            job,
-        })
-    }
-
-    fn command(&self, command: &Command) -> Result<(), DeviceError> {
-        self.command_with(command, 0)
-    }
-
-    /// A command that reads this many bytes of weights.
-    fn command_with(&self, command: &Command, weights: usize) -> Result<(), DeviceError> {
-        // SAFETY: parameters of the kernel, with addresses of buffers, which wait for queued work before their release.
-        Ok(unsafe {
-            self.commands
-                .queue(command, self.of_token.then_some(weights))
-        }?)
-    }
-
-    fn counter(&self, place: usize) -> Address {
-        self.counters.address() + place as u64
-    }
-
-    /// Destination of copies of rows of `columns` elements, from row `prepare.first` on.
-    fn prepare(
-        &mut self,
-        prepare: &Prepare,
-        rows: usize,
-        columns: usize,
-    ) -> Result<CopiesTo, DeviceError> {
-        let formats = formats_of(prepare.types);
-        let stride = copies_stride(formats, columns);
-        self.fits(&prepare.copies.memory, (prepare.first + rows) * stride)?;
-        self.copied = CopiesTo {
-            base: self.at(&prepare.copies.memory)?,
-            formats,
-            columns: word(columns)?,
-            stride: word(stride)?,
-            unused: 0,
-        };
-        self.copied_in = self.copied.base;
-        Ok(CopiesTo {
-            base: self.copied.base + (prepare.first * stride) as u64,
-            ..self.copied
-        })
-    }
-
     /// Adds `bias` to each of `rows` rows of the same length.
     fn add_bias(&self, to: Address, rows: usize, bias: Option<&View>) -> Result<(), DeviceError> {
         let Some(bias) = bias else { return Ok(()) };
@@ -219,9 +86,7 @@ impl Launcher {
     fn norm(&mut self, job: &Norm) -> Result<(), DeviceError> {
         let weight = job.weight.as_ref().filter(|_| job.bias.is_none());
         let weight = weight.ok_or_else(|| {
-            DeviceError::new(
-                "there is no kernel for parts without a norm, or with its bias".to_owned(),
-            )
+            DeviceError::new("there is no kernel for parts without a norm, or with its bias")
         })?;
         let width = job.width;
         let rows = job.stream.len() / (4 * width).max(1);
@@ -247,9 +112,7 @@ impl Launcher {
 
     fn multiply(&mut self, job: &Multiply<'_>) -> Result<(), DeviceError> {
         if self.copied_in != self.at(&job.copies.memory)? {
-            return Err(DeviceError::new(
-                "an input was not copied for its products".to_owned(),
-            ));
+            return Err(DeviceError::new("an input was not copied for its products"));
         }
         let Some(activate) = &job.activate else {
             return self.products(job, None);
@@ -465,9 +328,7 @@ impl Launcher {
         if product.columns != self.copied.columns as usize
             || format_of(dtype) & self.copied.formats == 0
         {
-            return Err(DeviceError::new(
-                "an input was copied for other products".to_owned(),
-            ));
+            return Err(DeviceError::new("an input was copied for other products"));
         }
         let (part, offset) = match product.part {
             Some(number) => (
@@ -524,7 +385,7 @@ impl Launcher {
             match &row.from {
                 RowBytes::Host(bytes) => {
                     if bytes.len() < row_bytes {
-                        return Err(DeviceError::new("a row of the file is cut".to_owned()));
+                        return Err(DeviceError::new("a row of the file is cut"));
                     }
                     let mut floats = vec![0.0f32; elements];
                     dequantize(job.dtype, bytes, &mut floats);
@@ -576,9 +437,7 @@ impl Launcher {
         let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
         let places = cells.places.iter().take(used);
         if places.len() < used {
-            return Err(DeviceError::new(
-                "the cache has no room for its tokens".to_owned(),
-            ));
+            return Err(DeviceError::new("the cache has no room for its tokens"));
         }
         let addresses = places.map(|place| self.owner.device_range(&cells.space, place * len, len));
         let [whole, windows] = &mut self.blocks;
@@ -593,7 +452,7 @@ impl Launcher {
         let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
         let Some([key, value]) = &job.stored else {
             return Err(DeviceError::new(
-                "no kernel attends to the keys of another layer".to_owned(),
+                "no kernel attends to the keys of another layer",
             ));
         };
         for (view, row) in [
@@ -785,89 +644,6 @@ impl Launcher {
         Ok(())
     }
 
-    fn delta(&mut self, job: &Delta) -> Result<(), DeviceError> {
-        let spec = &job.spec;
-        let (rows, channels, values) = (job.rows.len(), spec.channels(), spec.values());
-        let [of_one, of_inputs, of_chunk, of_results] = match spec.head_dim {
-            32 => [
-                Kernel::Delta32,
-                Kernel::DeltaInputs32,
-                Kernel::DeltaChunk32,
-                Kernel::DeltaResults32,
-            ],
-            64 => [
-                Kernel::Delta64,
-                Kernel::DeltaInputs64,
-                Kernel::DeltaChunk64,
-                Kernel::DeltaResults64,
-            ],
-            128 => [
-                Kernel::Delta128,
-                Kernel::DeltaInputs128,
-                Kernel::DeltaChunk128,
-                Kernel::DeltaResults128,
-            ],
-            other => {
-                return Err(DeviceError::new(format!(
-                    "there is no kernel for a state of {other}"
-                )));
-            }
-        };
-        self.fits(&job.mixed, job.rows.end * channels * 4)?;
-        self.fits(&job.gate, rows * values * 4)?;
-        self.fits(&job.scratch, rows * channels * 4)?;
-        let Matrices::Whole(state) = &job.state else {
-            return Err(DeviceError::new("a state is in parts".to_owned()));
-        };
-        self.fits(state, spec.state_len() * 4)?;
-        self.fits(&job.history, spec.conv_len() * 4)?;
-        let (keys, heads) = (word(spec.key_heads)?, word(spec.value_heads)?);
-        let launched = DeltaJob {
-            mixed: self.at(&job.mixed)? + (job.rows.start * channels * 4) as u64,
-            gate: self.at(&job.gate)?,
-            alpha: self.at(&job.alpha)?,
-            beta: self.at(&job.beta)?,
-            taps: self.at(&job.convolution)?,
-            decay_bias: self.at(&job.decay_bias)?,
-            decay: self.at(&job.decay)?,
-            norm: self.at(&job.norm)?,
-            state: self.at(state)?,
-            history: self.at(&job.history)?,
-            made: self.at(&job.scratch)?,
-            to: self.prepare(&job.prepare, rows, values)?,
-            counters: self.counter(DELTA),
-            key_heads: keys,
-            value_heads: heads,
-            taps_count: word(spec.taps)?,
-            tokens: word(rows)?,
-            mixed_stride: word(channels)?,
-            gate_stride: word(values)?,
-            alpha_stride: heads,
-            beta_stride: heads,
-            epsilon: job.epsilon,
-            unused: 0,
-        };
-        let blocks = (word(spec.head_dim / DELTA_ROWS)?, heads / keys.max(1), keys);
-        if rows == 1 {
-            return self.launch(of_one, blocks, 0, Job::Delta(launched));
-        }
-        // Until copies exist, their place holds the per-head values of the delta rule.
-        if launched.to.stride / DELTA_SCALARS < heads {
-            return Err(DeviceError::new(
-                "a layer with a state makes no copies of its result".to_owned(),
-            ));
-        }
-        let inputs = (keys + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
-        self.launch(of_inputs, inputs, 0, Job::Delta(launched))?;
-        self.launch(of_chunk, blocks, 0, Job::Delta(launched))?;
-        let results = (
-            word(values.div_ceil(256))?,
-            word(rows.div_ceil(DELTA_WARPS))?,
-            1,
-        );
-        self.launch(of_results, results, 0, Job::Delta(launched))
-    }
-
     fn finish(&mut self, job: &Finish<'_>) -> Result<(), DeviceError> {
         let logits = self.at(&job.logits)?;
         let found = self.at(&job.found)?;
@@ -942,64 +718,5 @@ const fn number_of(activation: Activation) -> u32 {
     }
 }
 
-fn word(number: usize) -> Result<u32, DeviceError> {
-    u32::try_from(number)
-        .map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
-}
-
-// Places among the counters:
-const POSITION: usize = 64;
-const RESULT: usize = 128;
-const FINISH: usize = 192;
-const DELTA: usize = 256;
-/// Key heads, with 256 results each.
-pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
-/// Rows of a state per block, tokens of a block of inputs and of one of results, and bytes of a head's scalars: see
-/// `delta.cu`.
-const DELTA_ROWS: usize = 32;
-const DELTA_TILE: usize = 16;
-const DELTA_WARPS: usize = 4;
-const DELTA_SCALARS: u32 = 16;
-const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
-const FINISH_BLOCKS_MAX: usize = 4096;
-const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
-/// One per [`PAIR_ROWS`] rows of a gate: 262144 of them.
-const PAIR_COUNTERS_MAX: usize = 1024;
-const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
-
-/// Capacities of a launcher's tables: parts, blocks, growth of queries, cosines and sines of a gap, and used rows.
-fn table_places(limits: &Limits) -> [usize; 5] {
-    let blocks = usize::try_from(limits.context)
-        .unwrap_or(usize::MAX)
-        .div_ceil(BLOCK_TOKENS);
-    [
-        1 + limits.parts,
-        blocks,
-        SCRATCH_ROWS,
-        HEAD_DIM_MAX,
-        limits.said,
-    ]
-}
-
-/// A launcher's own memory: counters, tables, and their staging.
-pub(super) fn own_bytes(limits: &Limits) -> usize {
-    let [parts, blocks, growth, back, said] = table_places(limits);
-    let pages = [
-        COUNTERS_BYTES,
-        parts * 8,
-        blocks * 8,
-        blocks * 8,
-        growth * 4,
-        back * 4,
-        said * 8,
-    ]
-    .map(allocated_bytes);
-    pages.into_iter().sum::<usize>() + STAGING_BYTES
-}
-/// Rows of a gate that are activated together: `pair_of` of `products.cu`.
-const PAIR_ROWS: usize = 256;
-/// Tokens of a block of the cache, and elements of a head: maxima.
-const BLOCK_TOKENS: usize = 64;
-const HEAD_DIM_MAX: usize = 256;
 /// Alignment of copies, which kernels process in units of this size.
 const COPIES_ALIGN: usize = 16;

@@ -3,7 +3,7 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -17,7 +17,7 @@ use super::{
     trial::{Speed, refused},
 };
 use crate::{arena::DeviceMemory as _, error::Unavailable};
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, lock::locked};
 
 /// Measurements of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,12 +67,12 @@ static KNOWN: Mutex<Known> = Mutex::new(Known {
 
 /// Sets the folder in which probes are read and kept.
 pub fn keep_probe_in(folder: &Path) {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).folder = Some(folder.to_owned());
+    locked(&KNOWN).folder = Some(folder.to_owned());
 }
 
 /// Makes the next choice of a device measure it again.
 pub fn forget_probe() {
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = locked(&KNOWN);
     known.probe = None;
     if let Some(folder) = &known.folder {
         fs::remove_file(folder.join(FILE)).ok();
@@ -87,7 +87,7 @@ impl Probe {
     ///
     /// A call fails.
     pub(super) fn of_device(graphs: bool) -> Result<Self, Unavailable> {
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = locked(&KNOWN);
         if let Some(probe) = &known.probe {
             return Ok(probe.clone());
         }

@@ -5,8 +5,8 @@ use std::{collections::VecDeque, io, ops::Range, sync::Arc};
 use super::{
     driver::{CudaError, Event},
     gpu::Gpu,
+    launcher::Launcher,
     memory::{Allocation, Space, registered, staged},
-    operations::Launcher,
 };
 use crate::{
     arena::{Backing, Mapping, SharedMapping},

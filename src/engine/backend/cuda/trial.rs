@@ -336,12 +336,8 @@ fn small_products(cuda: &Cuda, count: usize) -> io::Result<(Vec<Product>, Buffer
 /// of graphs, to measure their memory.
 fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
     let mut cuda = cuda(gpu, true, true)?;
-    let input = Input::new(
-        &mut cuda,
-        1,
-        COLUMNS,
-        [GgmlDType::Q8_0].into_iter().collect(),
-    )?;
+    let types = [GgmlDType::Q8_0].into_iter().collect();
+    let input = Input::new(&mut cuda, 1, COLUMNS, types)?;
     let (products, out) = small_products(&cuda, 8)?;
     let floats = 0..products.len() * FEW_ROWS + FLAGS;
     gpu.set_graphs(true)?;
@@ -379,12 +375,8 @@ fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
 /// Time per launch in a queued series of products with 32 rows.
 fn launching(gpu: &Arc<Gpu>, in_graph: bool) -> io::Result<Duration> {
     let mut cuda = cuda(gpu, true, true)?;
-    let input = Input::new(
-        &mut cuda,
-        1,
-        COLUMNS,
-        [GgmlDType::Q8_0].into_iter().collect(),
-    )?;
+    let types = [GgmlDType::Q8_0].into_iter().collect();
+    let input = Input::new(&mut cuda, 1, COLUMNS, types)?;
     let (product, _) = small_products(&cuda, 1)?;
     gpu.set_graphs(in_graph)?;
     let mut took = Vec::new();

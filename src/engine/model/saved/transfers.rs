@@ -15,7 +15,7 @@ use std::{
         unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -26,7 +26,7 @@ use crate::{
     arena::{Backing, Mapping},
     disk::DiskTimeout,
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, lock::locked};
 
 /// The transfer threads and the buffers that they do not use.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl Transfers {
         for _ in 0..BUFFERS {
             let (queue, sink, folder) = (Arc::clone(&queue), sink.clone(), Arc::clone(folder));
             let next = move || {
-                let queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let queue = locked(&queue);
                 queue.recv().ok()
             };
             thread::Builder::new()

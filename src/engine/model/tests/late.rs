@@ -128,7 +128,7 @@ impl LateBackend {
     fn execute(&mut self, count: usize) -> Result<(), DeviceError> {
         for operation in self.kept.drain(..count) {
             if matches!(self.late.fault, Fault::Breaks(at) if self.executed >= at) {
-                return Err(DeviceError::new("it was unplugged".to_owned()));
+                return Err(DeviceError::new("it was unplugged"));
             }
             self.inner.queue(operation)?;
             self.executed += 1;
