@@ -30,13 +30,11 @@ async fn an_address_that_is_not_there_yet_keeps_nothing_else_from_being_served()
             format!("wyoming.listen: {ABSENT}:0")
         ]
     );
-    let log = installation.log();
-    assert!(
-        log.contains(&format!(
+    installation
+        .logged(&format!(
             "`http.listen: {ABSENT}:0` is not an address of this machine; it is served once"
-        )),
-        "{log}"
-    );
+        ))
+        .await;
     let shown = installation.tell(&["status"]);
     assert!(
         shown.contains(&format!(

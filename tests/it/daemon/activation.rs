@@ -96,13 +96,12 @@ async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
     for address in [own, other_address] {
         assert_eq!(get(address, "/v1/models").await.status, 200, "{address}");
     }
-    let log = installation.log();
     let named = format!(
         "systemd's socket `http` listens on {other_address}, which `http.listen` does not name"
     );
-    assert!(log.contains(&named), "{log}");
+    installation.logged(&named).await;
     let refused =
         format!("systemd's socket `smtp` on {unknown_address} is not served: no API has this name");
-    assert!(log.contains(&refused), "{log}");
+    installation.logged(&refused).await;
     daemon.end().await;
 }

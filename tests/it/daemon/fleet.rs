@@ -119,7 +119,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o600)).unwrap();
 
     let daemon = installation.start().await;
-    let log = installation.log();
+    let log = installation.logged("https://127.0.0.1:").await;
     let at = log.rfind("https://127.0.0.1:").unwrap();
     let url: String = log[at..]
         .chars()

@@ -34,7 +34,7 @@ use tonic::transport::Channel;
 
 use crate::{
     http::client::{Answer, Connection, get, post_form, post_json, request, with},
-    support::{PATIENCE, fixture, runs},
+    support::{PATIENCE, eventually, fixture, runs},
 };
 
 pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
@@ -216,6 +216,12 @@ impl Installation {
 
     pub(super) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
+    }
+
+    /// Waits for a text in the log, which a thread of the daemon writes, and returns the log.
+    pub(super) async fn logged(&self, text: &str) -> String {
+        eventually(text, || self.log().contains(text)).await;
+        self.log()
     }
 
     /// Starts a daemon without waiting.

@@ -413,7 +413,8 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
         chat.text()
     );
     assert_eq!(chat.header("x-should-retry"), "true");
-    assert_eq!(failures(&installation), 1, "{}", installation.log());
+    let log = installation.logged("the LLM has failed").await;
+    assert_eq!(failures(&installation), 1, "{log}");
     fs::remove_file(&path).unwrap();
     put_in_place(&path);
     daemon.whole().await;

@@ -357,12 +357,8 @@ async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
         assert_eq!(daemon.ask("hello").await.status, 200);
         until_metric(&daemon, "cotenant_spans_dropped_total", dropped).await;
     }
-    assert_eq!(
-        installation.log().matches("cannot export spans").count(),
-        1,
-        "{}",
-        installation.log()
-    );
+    let log = installation.logged("cannot export spans").await;
+    assert_eq!(log.matches("cannot export spans").count(), 1, "{log}");
     assert_eq!(
         daemon.metric("cotenant_spans_exported_total").await,
         Some(0.0)
@@ -425,11 +421,8 @@ async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
             );
         } else {
             until_metric(&daemon, "cotenant_spans_dropped_total", 2.0).await;
-            let log = installation.log();
-            assert!(
-                log.contains("cannot export spans") && log.contains("certificate"),
-                "{log}"
-            );
+            let log = installation.logged("cannot export spans").await;
+            assert!(log.contains("certificate"), "{log}");
             assert!(
                 batches.try_recv().is_err(),
                 "a collector of another CA got spans"
@@ -510,7 +503,7 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
         .unwrap();
     assert!(spans_of(&batch).iter().any(|span| span.name == "chat demo"));
     until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
-    let log = installation.log();
+    let log = installation.logged("spans are exported again").await;
     assert_eq!(log.matches("cannot export spans").count(), 1, "{log}");
     assert_eq!(log.matches("spans are exported again").count(), 1, "{log}");
     daemon.end().await;
@@ -598,10 +591,8 @@ async fn events_that_a_collector_could_not_take_are_sent_again() {
     }
     assert_eq!(first[0], first[1]);
     assert_eq!(first[0].event_name, "cotenant.start");
-    let log = installation.log();
-    assert!(
-        log.contains("cannot export events; they are sent later"),
-        "{log}"
-    );
+    installation
+        .logged("cannot export events; they are sent later")
+        .await;
     daemon.end().await;
 }
