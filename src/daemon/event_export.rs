@@ -49,32 +49,43 @@ fn event_of(line: &v1::JournalEntry, boot_id: &str) -> EventRecord {
         ("cotenant.sequence", SpanValue::Whole(sequence)),
         ("cotenant.boot_id", SpanValue::Text(boot_id.to_owned())),
     ];
-    if let Some(postmortem) = postmortem_of(line) {
-        attributes.push(("cotenant.postmortem", SpanValue::Text(postmortem)));
+    let mut text = line.summary.clone();
+    if let Some((sentence, certificate)) = postmortem_of(line) {
+        text = sentence;
+        attributes.push(("cotenant.postmortem", SpanValue::Text(certificate)));
     }
     EventRecord {
         at: at.unwrap_or(SystemTime::UNIX_EPOCH),
         name: format!("cotenant.{}", line.name),
-        text: line.summary.clone(),
+        text,
         is_warning: UNEXPECTED.contains(&line.name.as_str()),
         attributes,
     }
 }
 
-/// The death certificate as JSON, without the worker's output, which may contain what users say.
-fn postmortem_of(line: &v1::JournalEntry) -> Option<String> {
+/// A death in one sentence, and its certificate as JSON. Both lack the worker's output, which may contain what users say;
+/// the certificate's sentence and remedy are left out as they quote it.
+fn postmortem_of(line: &v1::JournalEntry) -> Option<(String, String)> {
     let body = (line.name == "worker_died").then_some(&line.body_json)?;
     let mut body: Value = serde_json::from_str(body).ok()?;
     let certificate = body.get_mut("certificate")?.as_object_mut()?;
-    certificate.remove("last_lines");
-    certificate.remove("load_progress");
+    for quoting in ["last_lines", "load_progress", "sentence", "remedy"] {
+        certificate.remove(quoting);
+    }
     if let Some(evidence) = certificate
         .get_mut("evidence")
         .and_then(Value::as_array_mut)
     {
         evidence.retain(|finding| finding["source"] != "output");
     }
-    serde_json::to_string(certificate).ok()
+    let of = |key: &str| certificate.get(key).and_then(Value::as_str).unwrap_or("?");
+    let sentence = format!(
+        "worker `{}` died: {}, {}",
+        of("worker"),
+        of("class"),
+        of("confidence")
+    );
+    Some((sentence, serde_json::to_string(certificate).ok()?))
 }
 
 /// Names of lines that report something unexpected.
@@ -95,3 +106,49 @@ const BATCH: usize = 64;
 
 /// Gathering time of a batch, as for spans.
 const GATHER: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cotenant_policy::{
+        death::{Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding},
+        event::Event,
+    };
+
+    #[test]
+    fn a_death_is_sent_without_anything_that_the_worker_has_written() {
+        let said = "turn on the `kitchen` light";
+        let verdict = DeathVerdict {
+            class: DeathClass::Abort,
+            confidence: Confidence::Likely,
+            sentence: format!("`asr` aborted, saying `{said}`"),
+            evidence: vec![
+                Finding::new("output", said),
+                Finding::new("waitid", "SIGABRT"),
+            ],
+            remedy: Some(format!("avoid `{said}`")),
+            needs_operator: false,
+        };
+        let certificate = DeathCertificate {
+            worker: "asr".to_owned(),
+            verdict,
+            load_progress: Some(said.to_owned()),
+            last_lines: vec![said.to_owned()],
+            ..DeathCertificate::default()
+        };
+        let summary = certificate.to_string();
+        let event = Event::WorkerDied {
+            certificate: Box::new(certificate),
+        };
+        let line = v1::JournalEntry {
+            name: "worker_died".to_owned(),
+            summary,
+            body_json: serde_json::to_string(&event).unwrap(),
+            ..v1::JournalEntry::default()
+        };
+        let sent = event_of(&line, "run");
+        assert_eq!(sent.text, "worker `asr` died: abort, likely");
+        let all = format!("{sent:?}");
+        assert!(all.contains("SIGABRT") && !all.contains("kitchen"), "{all}");
+    }
+}
