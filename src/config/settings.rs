@@ -259,6 +259,8 @@ pub struct LlmConfig {
 pub enum WorkerRole {
     /// Speech to text.
     Asr,
+    /// Text to vectors.
+    Embedding,
     /// Any other, managed only for its memory. Default.
     Other,
     /// Text to speech.

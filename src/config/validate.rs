@@ -145,12 +145,12 @@ fn collisions(config: &Config) -> Vec<Fault> {
 /// Reports aliases of unknown models, and aliases that are themselves models.
 fn unknown_models(config: &Config) -> Vec<Fault> {
     let llm = config.llm.iter().map(|llm| llm.name.as_str());
-    let speech = config
+    let workers = config
         .workers
         .iter()
         .filter(|worker| worker.role != WorkerRole::Other);
     let known: Vec<&str> = llm
-        .chain(speech.map(|worker| worker.name.as_str()))
+        .chain(workers.map(|worker| worker.name.as_str()))
         .collect();
     let faults = config.http.models.iter().filter_map(|(alias, model)| {
         let problem = if alias.is_empty() || known.contains(&alias.as_str()) {

@@ -51,6 +51,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
             &raw.role,
             &[
                 ("asr", WorkerRole::Asr),
+                ("embedding", WorkerRole::Embedding),
                 ("other", WorkerRole::Other),
                 ("tts", WorkerRole::Tts),
             ],
@@ -71,9 +72,16 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         )
         .unwrap_or(match role {
             WorkerRole::Asr | WorkerRole::Tts => WorkerProtocol::Wyoming,
+            WorkerRole::Embedding => WorkerProtocol::OpenaiHttp,
             WorkerRole::Other => WorkerProtocol::None,
         });
-    if role != WorkerRole::Other && protocol == WorkerProtocol::None {
+    if role == WorkerRole::Embedding && protocol != WorkerProtocol::OpenaiHttp {
+        checker.fault(
+            &key("protocol"),
+            "a worker for embeddings is reached by `openai-http` only",
+            Some("write `protocol: openai-http`, or `role: other`"),
+        );
+    } else if role != WorkerRole::Other && protocol == WorkerProtocol::None {
         checker.fault(
             &key("protocol"),
             "a worker for speech cannot be reached with `none`",
@@ -85,7 +93,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         WorkerProtocol::WhisperServer => WorkerRole::Asr,
         _ => role,
     };
-    if role != WorkerRole::Other && role != fitting {
+    if matches!(role, WorkerRole::Asr | WorkerRole::Tts) && role != fitting {
         let (message, hint) = match fitting {
             WorkerRole::Tts => (
                 "`piper-http` is a protocol for TTS only",
@@ -114,6 +122,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
             .class(&key("class"), &raw.class)
             .unwrap_or(match role {
                 WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
+                WorkerRole::Embedding => Class::Interactive,
                 WorkerRole::Other => Class::Batch,
             }),
         pressure: pressure(checker, &raw.pressure, &key("pressure"), &memory),

@@ -17,6 +17,7 @@ mod control_thread;
 mod crash_guard;
 mod device;
 mod early;
+mod embedder;
 mod engine;
 mod error;
 mod event_export;
@@ -30,6 +31,7 @@ mod measure;
 mod notify;
 mod parts;
 mod peaks;
+mod reach;
 mod record;
 #[cfg(test)]
 mod refusals;

@@ -16,6 +16,7 @@ use super::{
     control_loop::{Clock as _, ControlLoop},
     crash_guard::CrashGuard,
     device::{Accounts, Device, Upkeep},
+    embedder::Embedder,
     engine::{CurrentEngine, EngineDriver, start_engine},
     error::RunError,
     event_export,
@@ -44,7 +45,9 @@ use cotenant_config::{Config, TelemetryConfig, WorkerRole};
 use cotenant_engine::{backend, helper::THIS_PROGRAM};
 use cotenant_http::{
     Access,
-    backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
+    backend::{
+        Backends, ChatBackend, EmbeddingBackend, SpeechBackend, StatusBackend, TokenizerBackend,
+    },
 };
 use cotenant_memory::emergency;
 use cotenant_memory::heap;
@@ -308,9 +311,10 @@ fn clients_of(
     access: watch::Receiver<Arc<Access>>,
 ) -> Clients {
     let (asr, tts) = (
-        workers.of_role(WorkerRole::Asr),
-        workers.of_role(WorkerRole::Tts),
+        workers.of_role(WorkerRole::Asr).next(),
+        workers.of_role(WorkerRole::Tts).next(),
     );
+    let embedders: Vec<_> = workers.of_role(WorkerRole::Embedding).collect();
     let handles =
         [&asr, &tts].map(|speaker| speaker.as_ref().map(|speaker| speaker.handle.clone()));
     let speech = (asr.is_some() || tts.is_some()).then(|| {
@@ -335,6 +339,10 @@ fn clients_of(
             tokenizer: llm.clone().map(|(llm, _)| llm as Arc<dyn TokenizerBackend>),
             decoder: Decoder::new(THIS_PROGRAM.into()),
             speech: speech.clone(),
+            embedding: (!embedders.is_empty()).then(|| {
+                Embedder::new(Arc::clone(control), embedders, tracer.clone())
+                    as Arc<dyn EmbeddingBackend>
+            }),
             status: Arc::clone(status) as Arc<dyn StatusBackend>,
             tracer: tracer.clone(),
         },

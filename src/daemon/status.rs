@@ -112,6 +112,7 @@ impl Names {
         for worker in &config.workers {
             let kind = match worker.role {
                 WorkerRole::Asr => ModelKind::Transcription,
+                WorkerRole::Embedding => ModelKind::Embedding,
                 WorkerRole::Tts => ModelKind::Speech,
                 WorkerRole::Other => continue,
             };

@@ -9,15 +9,13 @@ use std::{
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
-use tokio::{
-    sync::Semaphore,
-    time::{Instant, timeout_at},
-};
+use tokio::{sync::Semaphore, time::Instant};
 
 use super::{
     backlog::Backlog,
     control_handle::{AtWork, ControlHandle},
     early,
+    reach::{self, Look, RETRY_SOON, TO_ANSWER, look, lost, refusal_of},
     workers::{Speaker, Way},
 };
 use cotenant_config::WorkerProtocol;
@@ -29,33 +27,17 @@ use cotenant_http::backend::{
     RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
     VoiceWish,
 };
-use cotenant_policy::{
-    event::Event,
-    snapshot::{self, Rest, Snapshot},
-};
 use cotenant_rpc::supervisor::Supervisor as _;
 use cotenant_speech::{
     client::{self, ClientError, ClientTimeouts, Endpoint, WyomingClient},
-    http::{HttpShape, HttpSpeechClient, Manner},
+    http::{HttpClient, HttpShape, Manner},
     resample::{ResampleError, Resampler},
     sentences::Sentences,
-    server::{BAD_REQUEST, TOO_LONG},
     voice_activity::contains_speech,
     worker::SpeechClient,
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
 use cotenant_units::{causes::in_one_line, lock::locked, millis};
-use cotenant_worker::handle::WorkerState;
-
-/// Retry interval while a worker is starting.
-const RETRY_SOON: Duration = Duration::from_millis(500);
-
-/// Retry interval for a worker that waits for memory it cannot get. Our choice: the longest wait of a request for a
-/// worker, since an operator has to change something first.
-const RETRY_LATE: Duration = Duration::from_secs(60);
-
-/// Part of a client's timeout reserved for the response itself, including a refusal.
-const TO_ANSWER: Duration = Duration::from_millis(200);
 
 /// Concurrent recordings in a recogniser. Our choice: short ones are transcribed between the parts of a long one, and
 /// its memory suffices for one long and several short ones.
@@ -192,114 +174,10 @@ impl Voice {
         what: &str,
         meta: &RequestMeta,
     ) -> Result<(SpeechClient, AtWork, String), Refusal> {
-        let Some(speaker) = speaker else {
-            return Err(not_configured(act, what));
-        };
+        let speaker = speaker.ok_or_else(|| not_configured(act, what))?;
+        let (endpoint, at_work) = reach::worker(&self.control, speaker, act, meta).await?;
         let name = speaker.handle.name().to_owned();
-        let limit = speaker.way.wake_timeout;
-        // A start after the client's timeout is useless to it, a refusal before it is not.
-        let limit = meta.patience.map_or(limit, |patience| {
-            limit.min(patience.saturating_sub(TO_ANSWER))
-        });
-        let deadline = Instant::now() + limit;
-        let mut states = self.control.snapshot();
-        let mut asked = false;
-        loop {
-            let state = states.borrow_and_update().clone();
-            let mut look = look(&state, speaker, meta.part_of.is_some(), act);
-            if matches!(look, Look::Go(_)) {
-                // Count first, then check again: a worker being stopped has seen one of the two.
-                let at_work = self.control.at_work(&name);
-                look = self::look(&self.control.state(), speaker, meta.part_of.is_some(), act);
-                if let Look::Go(endpoint) = look {
-                    return Ok((client_of(endpoint, &speaker.way), at_work, name));
-                }
-            }
-            let doing = match look {
-                Look::Never(refusal) => return Err(refusal),
-                Look::Wait(doing) => doing,
-                Look::Go(_) => continue,
-            };
-            if !asked {
-                asked = true;
-                let wanted = Event::WorkerWanted {
-                    worker: name.clone(),
-                    client: meta.client.as_ref().map(|client| client.name.to_string()),
-                };
-                self.control.tell(wanted).await;
-            }
-            let late = Refusal::Starting {
-                act: act.to_owned(),
-                who: format!("worker `{name}`"),
-                state: doing.to_owned(),
-                retry_after: RETRY_SOON,
-            };
-            match timeout_at(deadline, states.changed()).await {
-                Ok(Ok(())) => {}
-                Ok(Err(_)) | Err(_) => return Err(late),
-            }
-        }
-    }
-}
-
-enum Look {
-    /// Available at this endpoint.
-    Go(Endpoint),
-    /// It will not accept this request.
-    Never(Refusal),
-    /// It may become available; with its current activity.
-    Wait(&'static str),
-}
-
-/// Returns whether a worker accepts a request, which may be a stage of a running answer.
-fn look(state: &Snapshot, speaker: &Speaker, is_stage: bool, act: &str) -> Look {
-    let act = act.to_owned();
-    if state.draining && !is_stage {
-        return Look::Never(Refusal::Draining {
-            act,
-            retry_after: RETRY_SOON,
-        });
-    }
-    let name = speaker.handle.name();
-    let Some(view) = state.workers.iter().find(|view| view.name == name) else {
-        return Look::Wait("unknown");
-    };
-    match (view.state, view.rest) {
-        (snapshot::WorkerState::Degraded, _) => {
-            let reason = view.last_exit.clone().unwrap_or_default();
-            Look::Never(worker_lost(name, reason))
-        }
-        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped {
-            act,
-            worker: name.to_owned(),
-        }),
-        (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be restarted"),
-        (snapshot::WorkerState::Ready, _) => {
-            match (speaker.handle.state(), speaker.handle.endpoint()) {
-                (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
-                _ => Look::Wait("ending"),
-            }
-        }
-        (snapshot::WorkerState::Stopped, Some(_)) => Look::Wait("asleep"),
-        (snapshot::WorkerState::Stopped, None) => Look::Wait("not started yet"),
-        (snapshot::WorkerState::AwaitingMemory, _)
-            if let Some(wait) = view.waits.as_ref().filter(|wait| wait.is_out_of_reach()) =>
-        {
-            Look::Never(Refusal::InsufficientMemory {
-                act,
-                asked: wait.needs,
-                free: wait.free,
-                reclaimable: wait.most.saturating_sub(wait.free),
-                budget: state.memory.budget,
-                retry_after: RETRY_LATE,
-            })
-        }
-        (snapshot::WorkerState::AwaitingMemory, _) => Look::Wait("waiting for memory"),
-        (snapshot::WorkerState::BackingOff, _) => {
-            Look::Wait("waiting for its restart after a failure")
-        }
-        (snapshot::WorkerState::Starting, _) => Look::Wait("starting"),
-        (snapshot::WorkerState::Stopping, _) => Look::Wait("stopping"),
+        Ok((client_of(endpoint, &speaker.way), at_work, name))
     }
 }
 
@@ -321,33 +199,11 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
         }
     };
     match endpoint {
-        Endpoint::Tcp(address) => SpeechClient::Http(HttpSpeechClient::new(
-            address,
-            shape,
-            way.model.clone(),
-            timeouts,
-        )),
+        Endpoint::Tcp(address) => {
+            SpeechClient::Http(HttpClient::new(address, shape, way.model.clone(), timeouts))
+        }
         // The configuration excludes Unix sockets for HTTP workers.
         unix @ Endpoint::Unix(_) => SpeechClient::Wyoming(WyomingClient::new(unix, timeouts)),
-    }
-}
-
-fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
-    move |error| worker_lost(&worker, in_one_line(&error))
-}
-
-/// Returns the refusal for a worker's failure. Input that the worker will never accept is a permanent error, which
-/// clients do not retry.
-fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
-    match error {
-        ClientError::Refused {
-            text,
-            code: Some(code),
-            ..
-        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => {
-            invalid(field, worker, format!("rejected the request: {text}"))
-        }
-        error => lost(worker)(error),
     }
 }
 

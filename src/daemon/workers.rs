@@ -49,7 +49,7 @@ pub(super) struct Workers {
     runtime: Handle,
 }
 
-/// Speech worker and its connection parameters.
+/// Worker with a role, and its connection parameters.
 #[derive(Clone, Debug)]
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
@@ -178,14 +178,19 @@ impl Workers {
         ends.get(worker).copied()
     }
 
-    /// Returns the first worker of a role, by name.
-    pub(super) fn of_role(&self, role: WorkerRole) -> Option<Speaker> {
-        let (name, (_, way)) = self.roles.iter().find(|(_, (found, _))| *found == role)?;
-        let handle = self.handles.get(name).cloned()?;
-        Some(Speaker {
-            hangs: HangDetector::new(handle.clone(), way.protocol, &self.control),
-            handle,
-            way: way.clone(),
+    /// Returns the workers of a role, by name.
+    pub(super) fn of_role(&self, role: WorkerRole) -> impl Iterator<Item = Speaker> {
+        let named = self
+            .roles
+            .iter()
+            .filter(move |(_, (found, _))| *found == role);
+        named.filter_map(|(name, (_, way))| {
+            let handle = self.handles.get(name).cloned()?;
+            Some(Speaker {
+                hangs: HangDetector::new(handle.clone(), way.protocol, &self.control),
+                handle,
+                way: way.clone(),
+            })
         })
     }
 

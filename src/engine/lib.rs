@@ -20,6 +20,7 @@ pub mod chat;
 pub mod constraint;
 pub mod disk;
 mod drafts;
+pub mod embedding;
 mod engine_loop;
 pub mod error;
 pub mod generate;

@@ -37,6 +37,7 @@ struct Shared {
     chats: Arc<Semaphore>,
     transcriptions: Arc<Semaphore>,
     speeches: Arc<Semaphore>,
+    embeddings: Arc<Semaphore>,
     sessions: Arc<Semaphore>,
     /// Separate pools: JSON requests with derived values, audio files with decoded audio, settings of realtime
     /// sessions.
@@ -69,6 +70,7 @@ impl Api {
                 chats: Arc::new(Semaphore::new(limits.requests_max)),
                 transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
                 speeches: Arc::new(Semaphore::new(limits.requests_max)),
+                embeddings: Arc::new(Semaphore::new(limits.requests_max)),
                 sessions: Arc::new(Semaphore::new(limits.sessions_max)),
                 requests: Pool::new(
                     limits.requests_memory_max,
@@ -136,6 +138,11 @@ impl Api {
                 limits.requests_max,
                 &self.shared.speeches,
             ),
+            Kind::Embedding => (
+                "requests for embeddings in flight",
+                limits.requests_max,
+                &self.shared.embeddings,
+            ),
             Kind::Realtime => (
                 "realtime sessions",
                 limits.sessions_max,
@@ -199,6 +206,7 @@ pub(super) enum Kind {
     Chat,
     Transcription,
     Speech,
+    Embedding,
     Realtime,
 }
 
@@ -208,6 +216,7 @@ impl Kind {
         match path {
             "/v1/audio/transcriptions" | "/v1/audio/translations" => Self::Transcription,
             "/v1/audio/speech" => Self::Speech,
+            "/v1/embeddings" | "/api/embed" | "/api/embeddings" => Self::Embedding,
             "/v1/realtime" => Self::Realtime,
             _ => Self::Chat,
         }

@@ -16,7 +16,7 @@ pub use cotenant_conversation::{
 };
 use cotenant_conversation::{refusal::Refusal, refusals::not_configured, sinks::Sinks};
 use cotenant_policy::snapshot::Snapshot;
-use cotenant_speech::{audio::MonoAudio, decoder::Decoder};
+use cotenant_speech::{audio::MonoAudio, decoder::Decoder, embeddings::Embeddings};
 use cotenant_telemetry::{SpanContext, Tracer};
 use cotenant_units::{Bytes, Tokens};
 
@@ -31,6 +31,8 @@ pub struct Backends {
     pub decoder: Decoder,
     /// Speech to text and text to speech; `None` when no speech worker is configured.
     pub speech: Option<Arc<dyn SpeechBackend>>,
+    /// Text to vectors; `None` when no worker for embeddings is configured.
+    pub embedding: Option<Arc<dyn EmbeddingBackend>>,
     /// State and metrics.
     pub status: Arc<dyn StatusBackend>,
     /// Starts the spans of requests.
@@ -329,6 +331,27 @@ pub struct SpeechStream {
     pub chunks: BoxStream<'static, Result<Vec<i16>, Refusal>>,
 }
 
+/// Text to vectors.
+pub trait EmbeddingBackend: Send + Sync + 'static {
+    /// Embeds texts, in their order.
+    fn embed(&self, request: EmbedRequest) -> BoxFuture<'_, Result<Embeddings, Refusal>>;
+}
+
+/// Texts to embed.
+#[derive(Clone, Debug)]
+pub struct EmbedRequest {
+    /// Id, patience.
+    pub meta: RequestMeta,
+    /// Name of the model; one of [`StatusBackend::models`].
+    pub model: String,
+    /// The texts; none is empty, at most [`TEXTS_MAX`](cotenant_speech::embeddings::TEXTS_MAX).
+    pub texts: Vec<String>,
+    /// Shortened length of a vector, from a client that requests one.
+    pub dimensions: Option<u32>,
+    /// Whether a text beyond the context of the model is cut instead of refused.
+    pub truncate: bool,
+}
+
 /// State and metrics. No method blocks.
 pub trait StatusBackend: Send + Sync + 'static {
     /// The arbiter's state after the last event.
@@ -407,6 +430,8 @@ impl ModelInfo {
 pub enum ModelKind {
     /// Answers in text.
     Chat,
+    /// Turns text into vectors.
+    Embedding,
     /// Turns text into speech.
     Speech,
     /// Turns speech into text.

@@ -19,6 +19,7 @@ mod body;
 mod chat;
 mod chat_wire;
 mod completions;
+mod embeddings;
 mod fault;
 mod fields;
 mod generation;

@@ -253,6 +253,16 @@ impl RequestMemory {
             }
         }
     }
+
+    /// Reserves `bytes` more; 429 if none is free now.
+    pub(super) fn hold_more(&self, pool: &Pool, act: &str, bytes: Bytes) -> Result<(), Fault> {
+        let before = locked(&self.held).as_ref().map(|held| held.share.units());
+        self.hold(
+            pool,
+            act,
+            bytes.saturating_add(kib(before.unwrap_or_default())),
+        )
+    }
 }
 
 fn kib_of(bytes: Bytes) -> usize {

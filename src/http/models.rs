@@ -13,20 +13,25 @@ use cotenant_conversation::refusal::Refusal;
 
 /// The requested chat model; the first one by default.
 pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault> {
+    named(api, ModelKind::Chat, name).map(|model| model.id)
+}
+
+/// The requested model of a kind; the first one by default. Ollama's clients append `:latest` to a name without a tag.
+pub(super) fn named(api: &Api, kind: ModelKind, name: Option<&str>) -> Result<ModelInfo, Fault> {
     let models = api.backends().status.models();
-    let mut chat = models.iter().filter(|model| model.kind == ModelKind::Chat);
-    match name {
-        Some(name) => match chat.clone().find(|model| model.is_called(name)) {
-            Some(model) => Ok(model.id.clone()),
-            None => match models.iter().find(|model| model.is_called(name)) {
-                Some(other) => Err(wrong_model(name, task(other.kind), chat)),
-                None => Err(unknown_model(name, chat)),
-            },
-        },
-        None => chat
-            .next()
-            .map(|model| model.id.clone())
-            .ok_or_else(|| unknown_model("", [])),
+    let mut fitting = models.iter().filter(|model| model.kind == kind);
+    let Some(name) = name else {
+        let first = fitting.next().cloned();
+        return first.ok_or_else(|| unknown_model("", []));
+    };
+    let plain = name.strip_suffix(":latest").unwrap_or(name);
+    let is_called = |model: &&ModelInfo| model.is_called(name) || model.is_called(plain);
+    match fitting.clone().find(is_called) {
+        Some(model) => Ok(model.clone()),
+        None => Err(match models.iter().find(is_called) {
+            Some(other) => wrong_model(name, (task(other.kind), task(kind)), fitting),
+            None => unknown_model(name, fitting),
+        }),
     }
 }
 
@@ -71,19 +76,23 @@ pub(super) fn unknown_model<'a>(
 pub(super) const fn task(kind: ModelKind) -> &'static str {
     match kind {
         ModelKind::Chat => "chat",
+        ModelKind::Embedding => "embedding",
         ModelKind::Speech => "speech",
         ModelKind::Transcription => "transcription",
     }
 }
 
-/// The refusal of a known model that is not for chat.
-pub(super) fn wrong_model<'a>(
+/// The refusal of a known model for another task than the requested one.
+fn wrong_model<'a>(
     id: &str,
-    task: &str,
+    (task, requested): (&str, &str),
     models: impl IntoIterator<Item = &'a ModelInfo>,
 ) -> Fault {
-    let known = listed(models);
-    let message = format!("`{id}` is a model for {task}, not for chat; there is {known}");
+    let known = match listed(models) {
+        none if none.is_empty() => "there is none".to_owned(),
+        known => format!("there is {known}"),
+    };
+    let message = format!("`{id}` is a model for {task}, not for {requested}; {known}");
     Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
 }
 

@@ -18,7 +18,7 @@ use super::{
     api::{Api, Meta},
     backend::{ModelInfo, ModelKind, RequestMeta},
     fault::Fault,
-    models::{digest, unknown_model},
+    models::{digest, named},
     ollama_wire::WireRequest,
     ollama_writer::{OllamaWriter, Shape, rfc3339},
     stream::{ignored_header, ignored_of, merged},
@@ -56,7 +56,9 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
         });
         named.map(|model| model_json(&model, &snapshot)).collect()
     };
-    let models: Vec<Value> = chat_models(&api).iter().flat_map(named).collect();
+    let mut models = models_of(&api, ModelKind::Chat);
+    models.extend(models_of(&api, ModelKind::Embedding));
+    let models: Vec<Value> = models.iter().flat_map(named).collect();
     Json(json!({"models": models}))
 }
 
@@ -64,25 +66,24 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
 /// `context_length` the current KV capacity.
 pub(super) async fn ps(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
-    let models: Vec<Value> = chat_models(&api)
+    let models: Vec<Value> = models_of(&api, ModelKind::Chat)
         .iter()
         .filter_map(|model| running_json(model, &snapshot))
         .collect();
     Json(json!({"models": models}))
 }
 
-fn chat_models(api: &Api) -> Vec<ModelInfo> {
+fn models_of(api: &Api, kind: ModelKind) -> Vec<ModelInfo> {
     let mut models = api.backends().status.models();
-    models.retain(|model| model.kind == ModelKind::Chat);
+    models.retain(|model| model.kind == kind);
     models
 }
 
 fn details(model: &ModelInfo, snapshot: &Snapshot) -> Value {
     let weights = model.weights.as_ref();
-    let family = snapshot
-        .engine
-        .shape
-        .as_ref()
+    let shape = snapshot.engine.shape.as_ref();
+    let family = shape
+        .filter(|_| model.kind == ModelKind::Chat)
         .map(|shape| shape.architecture.as_str());
     json!({
         "parent_model": "",
@@ -149,8 +150,14 @@ pub(super) async fn show(
 ) -> Result<Json<Value>, OllamaFault> {
     let (wire, _memory): (WireShow, _) = read_json(&api, request).await?;
     let name = wire.model.or(wire.name).unwrap_or_default();
-    let model = model_named(&api, &name)?;
     let snapshot = api.backends().status.snapshot();
+    if let Ok(model) = named(&api, ModelKind::Embedding, Some(&name)) {
+        return Ok(Json(merged(
+            model_json(&model, &snapshot),
+            json!({"modelfile": "", "parameters": "", "template": "", "model_info": {}, "capabilities": ["embedding"]}),
+        )));
+    }
+    let model = named(&api, ModelKind::Chat, Some(&name))?;
     let mut info = json!({});
     if let Some(shape) = &snapshot.engine.shape {
         let architecture = &shape.architecture;
@@ -202,17 +209,6 @@ pub(super) async fn generate(
     asked(api, meta, request, Shape::Generate).await
 }
 
-/// The model of this name; Ollama appends `:latest` to a name without a tag.
-fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
-    let models = chat_models(api);
-    let plain = name.strip_suffix(":latest").unwrap_or(name);
-    models
-        .iter()
-        .find(|model| model.is_called(name) || model.is_called(plain))
-        .cloned()
-        .ok_or_else(|| unknown_model(name, &models))
-}
-
 async fn asked(
     api: Api,
     meta: RequestMeta,
@@ -221,7 +217,7 @@ async fn asked(
 ) -> Result<Response, OllamaFault> {
     let began = Instant::now();
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
-    let model = model_named(&api, &wire.model)?.id;
+    let model = named(&api, ModelKind::Chat, Some(&wire.model))?.id;
     let asked = match shape {
         Shape::Chat => wire.into_chat(meta, model.clone()),
         Shape::Generate => wire.into_generate(meta, model.clone()),

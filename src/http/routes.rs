@@ -25,7 +25,7 @@ use super::{
     api::{Api, Kind, Permits},
     backend::RequestMeta,
     body::read_body,
-    chat, completions,
+    chat, completions, embeddings,
     fault::{Fault, shortened},
     hosts::{self, Reach},
     memory::{RequestMemory, Who},
@@ -51,6 +51,9 @@ pub(super) fn router(api: &Api) -> Router {
             post(transcription::transcriptions),
         )
         .route("/v1/audio/speech", post(speech::speech))
+        .route("/v1/embeddings", post(embeddings::openai))
+        .route("/api/embed", post(embeddings::ollama))
+        .route("/api/embeddings", post(embeddings::ollama_single))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .layer(middleware::from_fn_with_state(api.clone(), admit))
@@ -284,8 +287,8 @@ async fn unknown_route(method: Method, uri: Uri) -> Response {
 
 /// Endpoints to suggest for an unknown path.
 fn served(path: &str) -> &'static str {
-    if path.contains("embed") || path.contains("rerank") {
-        "embeddings are not supported; the model answers at /v1/chat/completions and /api/chat"
+    if path.contains("rerank") {
+        "reranking is not supported; embeddings are at /v1/embeddings and /api/embed"
     } else if matches!(
         path,
         "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete"
@@ -294,9 +297,9 @@ fn served(path: &str) -> &'static str {
     } else if path == "/v1" || path == "/v1/" {
         "Responses are served by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
     } else if path.starts_with("/api/") {
-        "Ollama's API has chat, generate, tags, ps, show and version here"
+        "Ollama's API has chat, generate, embed, tags, ps, show and version here"
     } else {
-        "see /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/audio/… and /api/…"
+        "see /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/audio/… and /api/…"
     }
 }
 

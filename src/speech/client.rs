@@ -84,6 +84,8 @@ pub struct ClientTimeouts {
     pub transcribe: Duration,
     /// Between two messages of speech.
     pub synthesize: Duration,
+    /// From the request for embeddings to their vectors.
+    pub embed: Duration,
     /// For switching to another variant, which may load a model.
     pub resize: Duration,
 }
@@ -97,6 +99,7 @@ impl Default for ClientTimeouts {
             describe: Duration::from_secs(1),
             transcribe: Duration::from_secs(30),
             synthesize: Duration::from_secs(30),
+            embed: Duration::from_secs(30),
             resize: Duration::from_secs(30),
         }
     }

@@ -1,4 +1,4 @@
-//! HTTP clients of speech servers: OpenAI's audio routes, whisper.cpp's, Piper's.
+//! HTTP clients of workers: OpenAI's routes, whisper.cpp's, Piper's.
 //!
 //! Each request has its own connection and a timeout on every step, and buffers no more of the response than needed.
 
@@ -33,7 +33,7 @@ use cotenant_units as units;
 /// Routes of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HttpShape {
-    /// `POST /v1/audio/transcriptions` and `POST /v1/audio/speech`, as in OpenAI's API.
+    /// `POST /v1/audio/transcriptions`, `/v1/audio/speech` and `/v1/embeddings`, as in OpenAI's API.
     Openai,
     /// `POST /synthesize` of `python3 -m piper.http_server`.
     Piper,
@@ -52,17 +52,17 @@ pub struct Manner<'a> {
     pub speed: f64,
 }
 
-/// A client of one speech server.
+/// A client of one server.
 #[derive(Clone, Debug)]
-pub struct HttpSpeechClient {
+pub struct HttpClient {
     address: String,
     shape: HttpShape,
     /// The model name sent to the server, if the protocol requires one.
-    model: String,
-    timeouts: ClientTimeouts,
+    pub(super) model: String,
+    pub(super) timeouts: ClientTimeouts,
 }
 
-impl HttpSpeechClient {
+impl HttpClient {
     /// A client of `host:port` that connects for each request.
     pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
         Self {
@@ -97,14 +97,7 @@ impl HttpSpeechClient {
         let (kind, body) = multipart(&fields, &wav);
         let patience = self.timeouts.transcribe;
         let ask = async {
-            let (response, _connection) = self.post(path, &kind, body).await?;
-            let response = self.accepted(response).await?;
-            let whole = Limited::new(response.into_body(), TEXT_BYTES_MAX)
-                .collect()
-                .await;
-            let whole = whole
-                .map_err(|error| self.wrong(error.to_string()))?
-                .to_bytes();
+            let whole = self.whole(path, &kind, body, TEXT_BYTES_MAX).await?;
             let tree = heap::tree_bytes(&whole);
             if tree > TEXT_TREE_MAX {
                 let problem =
@@ -254,6 +247,21 @@ impl HttpSpeechClient {
         Ok(SpeechStream::new(format.rate, receiver))
     }
 
+    /// Posts a request, and returns the body of the answer, at most `limit` bytes.
+    pub(super) async fn whole(
+        &self,
+        path: &str,
+        kind: &str,
+        body: Bytes,
+        limit: usize,
+    ) -> Result<Bytes, ClientError> {
+        let (response, _connection) = self.post(path, kind, body).await?;
+        let response = self.accepted(response).await?;
+        let whole = Limited::new(response.into_body(), limit).collect().await;
+        let whole = whole.map_err(|error| self.wrong(error.to_string()))?;
+        Ok(whole.to_bytes())
+    }
+
     async fn post(
         &self,
         path: &str,
@@ -348,7 +356,7 @@ impl HttpSpeechClient {
         Endpoint::Tcp(self.address.clone())
     }
 
-    fn late(&self, act: &'static str, limit: Duration) -> ClientError {
+    pub(super) fn late(&self, act: &'static str, limit: Duration) -> ClientError {
         ClientError::Late {
             endpoint: self.endpoint(),
             act,
@@ -356,7 +364,7 @@ impl HttpSpeechClient {
         }
     }
 
-    fn wrong(&self, problem: String) -> ClientError {
+    pub(super) fn wrong(&self, problem: String) -> ClientError {
         ClientError::Answer {
             endpoint: self.endpoint(),
             problem,
@@ -560,7 +568,7 @@ mod tests {
     #[test]
     fn a_speed_is_passed_on_as_each_server_takes_it() {
         let client = |shape| {
-            HttpSpeechClient::new(
+            HttpClient::new(
                 "127.0.0.1:1".to_owned(),
                 shape,
                 "m".to_owned(),
@@ -631,7 +639,7 @@ mod tests {
             ),
         ] {
             let address = says(text);
-            let client = HttpSpeechClient::new(
+            let client = HttpClient::new(
                 address,
                 HttpShape::Openai,
                 "m".to_owned(),

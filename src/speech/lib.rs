@@ -6,6 +6,7 @@
 //! | [`client`] | Wyoming client: describe, transcribe, synthesize, resize |
 //! | [`server`] | the server loop shared by the Wyoming API and the built-in workers |
 //! | [`http`] | clients of HTTP workers |
+//! | [`embeddings`] | the same, for text to vectors |
 //! | [`worker`] | client of a worker with any protocol |
 //! | [`audio`] | WAV and PCM in every common format, to and from 16-bit mono |
 //! | [`decode`] | files in compressed formats, to 16 kHz mono |
@@ -20,6 +21,7 @@ pub mod client;
 mod coded_wav;
 pub mod decode;
 pub mod decoder;
+pub mod embeddings;
 pub mod encode;
 mod format;
 pub mod http;

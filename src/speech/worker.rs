@@ -5,14 +5,14 @@ use tokio::sync::mpsc;
 use super::{
     audio::MonoAudio,
     client::{ClientError, Heard, SpeechStream, WyomingClient},
-    http::{HttpSpeechClient, Manner},
+    http::{HttpClient, Manner},
 };
 
 /// A client of one worker.
 #[derive(Clone, Debug)]
 pub enum SpeechClient {
     /// Over HTTP.
-    Http(HttpSpeechClient),
+    Http(HttpClient),
     /// Over Wyoming.
     Wyoming(WyomingClient),
 }

@@ -538,6 +538,7 @@ pub(crate) async fn serving() -> (SocketAddr, CancellationToken) {
         tokenizer: Some(Arc::clone(&backend) as Arc<dyn TokenizerBackend>),
         decoder: decoder(),
         speech: Some(Arc::clone(&backend) as Arc<dyn SpeechBackend>),
+        embedding: None,
         status: backend,
         tracer: cotenant::telemetry::Tracer::default(),
     };

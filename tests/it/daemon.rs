@@ -9,6 +9,7 @@ mod control_group;
 mod deploy;
 mod dra;
 mod drain;
+mod embeddings;
 mod faults;
 mod fleet;
 mod frozen;

@@ -5,6 +5,7 @@ mod audio;
 mod chat;
 pub(crate) mod client;
 mod clients;
+mod embeddings;
 mod fields;
 mod limits;
 mod memory;

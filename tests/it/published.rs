@@ -4,13 +4,19 @@
 //! `tests/models`.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
 use cotenant::{
-    engine::{Flow, Model, ModelOptions, arena::Backing, text::TextSide},
+    engine::{
+        Flow, Model, ModelOptions,
+        arena::Backing,
+        embedding::{EmbedError, Embedder},
+        text::TextSide,
+    },
     policy::{kv_type::KvType, residency::EnginePlan},
     units::Tokens,
 };
@@ -239,11 +245,64 @@ fn is_read_as_llama_cpp_does(file: &str, name: &str) {
 #[test]
 fn a_published_chat_model_is_read_as_llama_cpp_does_at_every_residency() {
     is_read_as_llama_cpp_does(SMOLLM2, "smollm2.json");
+    embeds_as_llama_cpp_does(SMOLLM2);
 }
 
 #[test]
 fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_residency() {
     is_read_as_llama_cpp_does(GEMMA3, "gemma3.json");
+    embeds_as_llama_cpp_does(GEMMA3);
+}
+
+#[derive(Deserialize)]
+struct Vector {
+    text: String,
+    vector: Vec<f32>,
+}
+
+fn cosine(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+fn embeds_as_llama_cpp_does(file: &str) {
+    let Some(folder) = models() else { return };
+    let references: BTreeMap<String, Vec<Vector>> =
+        serde_json::from_str(&fs::read_to_string(fixture("embeddings.json")).unwrap()).unwrap();
+    let mut model = Embedder::open(&folder.join(file), Tokens::new(512), 2).unwrap();
+    let mut closest_other = 0f32;
+    let texts = &references[file];
+    for (number, Vector { text, vector }) in texts.iter().enumerate() {
+        let found = model.embed(text, None, false).unwrap();
+        let cosine_of = |vector: &[f32]| cosine(&found.vector, vector);
+        assert!((cosine_of(&found.vector) - 1.0).abs() < 1e-5);
+        println!("{file}, text {number}: cosine {}", cosine_of(vector));
+        assert!(cosine_of(vector) > 0.999, "{file}, `{text}`");
+        for (_, other) in texts.iter().enumerate().filter(|(at, _)| *at != number) {
+            closest_other = closest_other.max(cosine_of(&other.vector));
+        }
+        // Again after others, cut to fewer numbers.
+        let few = model.embed(text, Some(64), false).unwrap().vector;
+        let scale = cosine(&few, &found.vector[..64]);
+        let same = |(few, all): (&f32, &f32)| (few * scale - all).abs() < 1e-6;
+        assert!(few.len() == 64 && few.iter().zip(&found.vector).all(same));
+    }
+    assert!(
+        closest_other < 0.99,
+        "vectors of other texts are as close: {closest_other}"
+    );
+    let long = "word ".repeat(600);
+    let refused = model.embed(&long, None, false).unwrap_err();
+    assert!(
+        matches!(refused, EmbedError::TooLong { limit: 512, .. }),
+        "{refused}"
+    );
+    assert_eq!(model.embed(&long, None, true).unwrap().tokens, 512);
+    let refused = model.embed("a", Some(10_000), false).unwrap_err();
+    assert!(matches!(
+        refused,
+        EmbedError::Dimensions { wanted: 10_000, .. }
+    ));
 }
 
 /// Returns the perplexity as computed by `llama-perplexity`.

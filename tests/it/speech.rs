@@ -253,6 +253,7 @@ const HASTY: ClientTimeouts = ClientTimeouts {
     describe: Duration::from_millis(150),
     transcribe: Duration::from_millis(150),
     synthesize: Duration::from_millis(150),
+    embed: Duration::from_millis(150),
     resize: Duration::from_millis(150),
 };
 

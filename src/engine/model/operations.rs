@@ -160,6 +160,23 @@ impl Model {
         }
     }
 
+    /// As [`Self::forward`], but returns the last token's state after the output norm: one number for each of the
+    /// model's width.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_state(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<&[f32], ForwardError> {
+        let (first, row) = self.run(tokens, checkpoint)?;
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        pass::result(backend, &self.logits, (vocabulary, 0), (first, row))?;
+        let (at, width) = (row as usize * self.spec.width, self.spec.width);
+        Ok(backend.read(&self.workspace.normed, at..at + width)?)
+    }
+
     /// Appends `tokens`; returns the first position of the last chunk, and the row of the last token in it.
     fn run(
         &mut self,

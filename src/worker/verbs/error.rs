@@ -47,6 +47,14 @@ pub enum VerbError {
     /// The voice cannot be used.
     #[error("cannot load the voice")]
     Flite(#[source] FliteError),
+    /// The model for embeddings cannot be used.
+    #[error("cannot load the model `{}`", path.display())]
+    Embedding {
+        /// Its file.
+        path: PathBuf,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The program espeak-ng cannot be run.
     #[error("cannot run `espeak-ng`")]
     Espeak(#[source] io::Error),

@@ -53,15 +53,7 @@ pub(super) fn serve<S: Service>(
     endpoint: &Endpoint,
     make: impl FnOnce() -> Result<S, VerbError>,
 ) -> Result<(), VerbError> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(1)
-        .build()
-        .map_err(VerbError::Runtime)?;
-    runtime.block_on(async {
-        let stop = CancellationToken::new();
-        let mut terminate = signal(SignalKind::terminate()).map_err(VerbError::Runtime)?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
+    on_one_thread(|stop| async move {
         let server = Server::bind(endpoint, ServerLimits::default())
             .await
             .map_err(|source| VerbError::Listen {
@@ -71,6 +63,25 @@ pub(super) fn serve<S: Service>(
         let service = make()?;
         tracing::info!(%endpoint, "serving");
         tell_ready();
+        server.run(service, stop).await;
+        Ok(())
+    })
+}
+
+/// Runs `work` to its end; its token is cancelled by SIGTERM, SIGINT, or a term without a supervisor.
+pub(super) fn on_one_thread<F>(work: impl FnOnce(CancellationToken) -> F) -> Result<(), VerbError>
+where
+    F: Future<Output = Result<(), VerbError>>,
+{
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(1)
+        .build()
+        .map_err(VerbError::Runtime)?;
+    runtime.block_on(async {
+        let stop = CancellationToken::new();
+        let mut terminate = signal(SignalKind::terminate()).map_err(VerbError::Runtime)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
         let on_signal = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -80,8 +91,7 @@ pub(super) fn serve<S: Service>(
             }
             on_signal.cancel();
         });
-        server.run(service, stop).await;
-        Ok(())
+        work(stop).await
     })
 }
 

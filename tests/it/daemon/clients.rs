@@ -10,7 +10,7 @@ use std::{
 
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use super::installation::{Daemon, Installation, asr, budget, demo_model, said, tts};
+use super::installation::{Daemon, Installation, asr, budget, demo_model, embedder, said, tts};
 use crate::support::speech_is_installed;
 
 /// Far longer than a client runs (10 s on an idle machine), so that only a hung one is abandoned.
@@ -127,7 +127,7 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     if !speech_is_installed() {
         return;
     }
-    let installation = installation(&speech_workers());
+    let installation = installation(&format!("{}{}", speech_workers(), embedder()));
     let daemon = installation.start().await;
     daemon.whole().await;
     let say = ["--say".to_owned(), "turn on the kitchen light".to_owned()];

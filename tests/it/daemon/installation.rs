@@ -124,6 +124,21 @@ pub(super) fn tts() -> String {
     .to_owned()
 }
 
+/// Returns an entry of `workers:` for vectors by the demo model.
+pub(super) fn embedder() -> String {
+    format!(
+        "  - name: embedder
+    role: embedding
+    argv: [\"${{SELF}}\", worker, embed, --model, {}, --port, \"${{PORT}}\", --context, \"256\", --threads, \"1\"]
+    restart: {{backoff: 50ms}}
+    memory: {{steady: 40MiB, peak: 60MiB, recycle_above: none}}
+",
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("deploy/demo-model/demo.gguf")
+            .display()
+    )
+}
+
 /// Returns an entry of `workers:` that needs nothing installed, and holds 2 MiB.
 ///
 /// It is never recycled: the kernel maps 4 to 24 MiB of a debug build's text, depending on the size of the file's

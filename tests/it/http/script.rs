@@ -14,15 +14,15 @@ use cotenant::{
     http::{
         Access, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
-            ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend, SpeechRequest,
-            SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage,
-            Voice, VoiceWish, Weights,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EmbedRequest,
+            EmbeddingBackend, FinishReason, ModelInfo, ModelKind, Prompt, RunningAnswers,
+            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
+            TranscribeRequest, Transcript, Usage, Voice, VoiceWish, Weights,
         },
         serve,
     },
     policy::{pressure::PressureLevel, snapshot::Snapshot},
-    speech::decoder::Decoder,
+    speech::{decoder::Decoder, embeddings::Embeddings},
     telemetry::Tracer,
     units::{Bytes, Tokens},
 };
@@ -51,6 +51,7 @@ pub(super) struct Script {
     pub(super) steps: Mutex<Vec<Step>>,
     pub(super) gate: Notify,
     pub(super) chats: Mutex<Vec<ChatRequest>>,
+    pub(super) embedded: Mutex<Vec<EmbedRequest>>,
     pub(super) transcriptions: Mutex<Vec<TranscribeRequest>>,
     pub(super) speeches: Mutex<Vec<SpeechRequest>>,
     pub(super) transcript_after: Mutex<Option<Duration>>,
@@ -276,6 +277,34 @@ fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
     }
 }
 
+/// Embeds a text as its length, its number in the part, and 0.5.
+impl EmbeddingBackend for Scripted {
+    fn embed(&self, request: EmbedRequest) -> BoxFuture<'_, Result<Embeddings, Refusal>> {
+        let script = Arc::clone(&self.0);
+        async move {
+            if let Some(refusal) = script.refusal() {
+                return Err(refusal);
+            }
+            let vectors = request
+                .texts
+                .iter()
+                .zip(0u16..)
+                .map(|(text, number)| {
+                    vec![
+                        f32::from(u8::try_from(text.len()).unwrap()),
+                        f32::from(number),
+                        0.5,
+                    ]
+                })
+                .collect();
+            let tokens = request.texts.len() as u64;
+            script.embedded.lock().unwrap().push(request);
+            Ok(Embeddings { vectors, tokens })
+        }
+        .boxed()
+    }
+}
+
 impl SpeechBackend for Scripted {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         // As in the daemon: without speech, no recogniser is asked.
@@ -363,6 +392,7 @@ impl StatusBackend for ScriptedStatus {
             ("org/other", ModelKind::Chat),
             ("pocketsphinx", ModelKind::Transcription),
             ("flite", ModelKind::Speech),
+            ("minilm", ModelKind::Embedding),
         ]
         .map(|(id, kind)| ModelInfo {
             id: id.to_owned(),
@@ -454,7 +484,8 @@ pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -
         chat: with_models.then(|| Arc::clone(&scripted) as Arc<dyn ChatBackend>),
         tokenizer: with_models.then(|| Arc::clone(&scripted) as Arc<dyn TokenizerBackend>),
         decoder: Decoder::new(env!("CARGO_BIN_EXE_cotenant").into()),
-        speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
+        speech: with_models.then(|| Arc::clone(&scripted) as Arc<dyn SpeechBackend>),
+        embedding: with_models.then_some(scripted as Arc<dyn EmbeddingBackend>),
         status: Arc::new(ScriptedStatus {
             script: Arc::clone(&script),
         }),

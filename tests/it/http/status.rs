@@ -21,7 +21,7 @@ async fn models_are_listed_and_found_by_id() {
     let list = get(open.address, "/v1/models").await.json();
     assert_eq!(get(open.address, "/v1/models/").await.json(), list);
     assert_eq!(list["object"], "list");
-    assert_eq!(list["data"].as_array().unwrap().len(), 5);
+    assert_eq!(list["data"].as_array().unwrap().len(), 6);
     let mut tiny = json!({
         "id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant", "task": "chat",
         "root": "tiny", "type": "model", "display_name": "tiny", "created_at": "2023-11-14T22:13:20Z",
@@ -129,10 +129,9 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
     assert!(!answer.header("x-request-id").is_empty());
     for (path, instead) in [
         ("/v1/nothing", "/v1/chat/completions"),
-        ("/v1/embeddings", "embeddings are not supported"),
-        ("/api/embed", "embeddings are not supported"),
+        ("/v1/rerank", "reranking is not supported"),
         ("/api/pull", "`llm.path`"),
-        ("/api/nothing", "chat, generate, tags"),
+        ("/api/nothing", "chat, generate, embed, tags"),
     ] {
         let answer = post(open.address, path, &[], b"{}").await;
         assert_eq!(answer.status, 404);
