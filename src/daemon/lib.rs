@@ -24,6 +24,8 @@ mod figures;
 mod folders;
 mod handoff;
 mod hang_detector;
+mod history;
+mod history_feed;
 mod listeners;
 mod llm;
 mod measure;

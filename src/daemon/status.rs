@@ -9,7 +9,9 @@ use serde_json::Value;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
-use cotenant_http::backend::{ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice};
+use cotenant_http::backend::{
+    HistoryQuery, ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice,
+};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_probe::{ProbeRoot, board::Board};
@@ -204,6 +206,10 @@ impl StatusBackend for Status {
 
     fn document(&self) -> Value {
         json::document(&*self.control)
+    }
+
+    fn history(&self, query: &HistoryQuery) -> Value {
+        self.control.history().document(query)
     }
 
     fn request_ended(&self, route: &str, code: u16, took: Duration) {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{
     api::Api,
-    backend::{ModelInfo, ModelKind},
+    backend::{HistoryQuery, ModelInfo, ModelKind},
     fault::Fault,
     models::{task, unknown_model},
     ollama_writer::rfc3339,
@@ -270,6 +270,26 @@ pub(super) async fn status_json(State(api): State<Api>) -> Response {
     ([NO_STORE], Json(api.backends().status.document())).into_response()
 }
 
+/// `GET /history.json`: memory by owner, speed and decisions of the last hour. `?day`: of the last day, by minutes;
+/// `?after=SECONDS`: only since this second of 1970's clock.
+pub(super) async fn history_json(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
+    let mut wanted = HistoryQuery::default();
+    for part in query.iter().flat_map(|query| query.split('&')) {
+        match part.split_once('=').unwrap_or((part, "")) {
+            ("day", _) => wanted.day = true,
+            ("after", value) => match value.parse() {
+                Ok(second) => wanted.after_s = Some(second),
+                Err(_) => {
+                    let problem = "seconds since 1970 are required, such as 1796055637";
+                    return Fault::invalid("after", value, problem).into_response();
+                }
+            },
+            _ => {}
+        }
+    }
+    ([NO_STORE], Json(api.backends().status.history(&wanted))).into_response()
+}
+
 /// `GET /`: one page without external resources.
 pub(super) async fn page() -> Response {
     let headers = [
@@ -294,7 +314,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-i9f1xuQ4IM9dTIRhV1FcXLG54DruDNLrVmU/MWRvz+I='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-cvfRZtgDhnpB+LgawEbgZSwTA9J18W4Q7PL00nkYYxI='; style-src 'sha256-lOK9W7bWaVLhHZ0a5tQUTFde4u7wquIWB8wxHI6/4H0='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
