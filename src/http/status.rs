@@ -1,6 +1,9 @@
 //! Models, health, metrics and the page.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::LazyLock,
+    time::{Duration, SystemTime},
+};
 
 use axum::{
     Json,
@@ -307,14 +310,22 @@ pub(super) async fn page() -> Response {
             HeaderValue::from_static("nosniff"),
         ),
     ];
-    (headers, Html(include_str!("page.html"))).into_response()
+    (headers, Html(PAGE.as_str())).into_response()
 }
+
+/// The page with its style and script in place.
+static PAGE: LazyLock<String> = LazyLock::new(|| {
+    let (style, script) = (include_str!("page.css"), include_str!("page.js"));
+    include_str!("page.html")
+        .replace("<style></style>", &format!("<style>{style}</style>"))
+        .replace("<script></script>", &format!("<script>{script}</script>"))
+});
 
 const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-cvfRZtgDhnpB+LgawEbgZSwTA9J18W4Q7PL00nkYYxI='; style-src 'sha256-lOK9W7bWaVLhHZ0a5tQUTFde4u7wquIWB8wxHI6/4H0='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-b5/ZRSPzxq+vgS/P2iY6BWTcdWpZYCUag0XEBPAmg0E='; style-src 'sha256-6kY/JYkJSGDu+p1YqOk0QN9Q6cbH4Z0yfdFozzB4YgY='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
