@@ -403,6 +403,201 @@ function showTables({ workers, leases, events, postMortems }) {
   });
 }
 
+// The conversation with the LLM, over the same API as other clients.
+const chat = { models: {}, messages: [], abort: null, recorder: null, audio: null };
+const keyName = "cotenant key";
+
+// Calls the API; the key is asked for when it is needed, and kept for this tab.
+async function call(path, body, signal) {
+  const key = sessionStorage.getItem(keyName);
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  const json = body && !(body instanceof FormData);
+  if (json) headers["Content-Type"] = "application/json";
+  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: json ? JSON.stringify(body) : body, signal });
+  if (answer.status === 401) {
+    sessionStorage.removeItem(keyName);
+    byId("key").hidden = false;
+    byId("ask").hidden = true;
+    throw new Error(key ? "This API key is not accepted." : "The chat needs an API key.");
+  }
+  if (!answer.ok) {
+    const fault = await answer.json().catch(() => ({}));
+    throw new Error(fault.error?.message || `The answer was ${answer.status}.`);
+  }
+  return answer;
+}
+
+async function prepareChat() {
+  byId("chat").hidden = false;
+  try {
+    const { data } = await (await call("v1/models")).json();
+    for (const { id, task } of data) chat.models[task] ??= id;
+    byId("key").hidden = true;
+    byId("chat").hidden = !chat.models.chat;
+    byId("ask").hidden = false;
+    byId("microphone").hidden = !(chat.models.transcription && chat.models.speech && navigator.mediaDevices?.getUserMedia);
+    say(byId("chat-state"), "");
+  } catch (fault) {
+    say(byId("chat-state"), fault.message);
+  }
+}
+
+function busy(what) {
+  say(byId("chat-state"), what);
+  byId("stop").hidden = !what;
+  byId("send").hidden = byId("forget").hidden = Boolean(what);
+  byId("forget").hidden ||= !chat.messages.length;
+  byId("microphone").disabled = Boolean(what) && !chat.recorder;
+}
+
+function bubble(role, text) {
+  const line = document.createElement("p");
+  line.className = role;
+  line.textContent = text;
+  byId("said").hidden = false;
+  byId("said").append(line);
+  line.scrollIntoView({ block: "nearest" });
+  return line;
+}
+
+// Runs one step at a time; Stop ends it wherever it is.
+async function during(what, step) {
+  chat.abort = new AbortController();
+  busy(what);
+  try {
+    await step(chat.abort.signal);
+  } catch (fault) {
+    if (fault.name !== "AbortError") bubble("bad", fault.message);
+  }
+  chat.abort = null;
+  busy("");
+}
+
+// The pieces of an answer, from server-sent events.
+async function* pieces(answer) {
+  let rest = "";
+  for (const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: {")) continue;
+      const event = JSON.parse(line.slice(6));
+      if (event.error) throw new Error(event.error.message);
+      const text = event.choices?.[0]?.delta?.content;
+      if (text) yield text;
+    }
+  }
+}
+
+async function answer(question, signal) {
+  chat.messages.push({ role: "user", content: question });
+  bubble("user", question);
+  const said = { role: "assistant", content: "" };
+  let line = null;
+  try {
+    const stream = await call("v1/chat/completions", { model: chat.models.chat, messages: chat.messages, stream: true }, signal);
+    for await (const piece of pieces(stream)) {
+      said.content += piece;
+      line ??= bubble("assistant", "");
+      line.textContent = said.content;
+      line.scrollIntoView({ block: "nearest" });
+    }
+  } finally {
+    // what was said before a stop stays in the conversation; a question without an answer does not
+    said.content ? chat.messages.push(said) : chat.messages.pop();
+  }
+  return said.content;
+}
+
+async function speak(text, signal) {
+  const wave = await call("v1/audio/speech", { model: chat.models.speech, input: text, response_format: "wav" }, signal);
+  const source = chat.audio.createBufferSource();
+  source.buffer = await chat.audio.decodeAudioData(await wave.arrayBuffer());
+  source.connect(chat.audio.destination);
+  await new Promise(ended => {
+    source.onended = ended;
+    signal.addEventListener("abort", () => source.stop());
+    source.start();
+  });
+}
+
+async function hear(recording) {
+  await during("Listening to the recording", async signal => {
+    const form = new FormData();
+    form.append("file", recording, "speech");
+    form.append("model", chat.models.transcription);
+    const { text } = await (await call("v1/audio/transcriptions", form, signal)).json();
+    if (!text.trim()) throw new Error("Nothing was heard.");
+    busy("Answering");
+    const said = await answer(text.trim(), signal);
+    busy("Speaking");
+    if (said) await speak(said, signal);
+  });
+}
+
+async function record() {
+  if (chat.recorder) {
+    chat.recorder.stop();
+    return;
+  }
+  try {
+    chat.audio ??= new AudioContext();
+    const stream = await navigator.mediaDevices.getUserMedia({ audio: true });
+    const recorder = chat.recorder = new MediaRecorder(stream);
+    const recorded = [];
+    recorder.ondataavailable = ({ data }) => recorded.push(data);
+    recorder.onstop = () => {
+      for (const track of stream.getTracks()) track.stop();
+      chat.recorder = null;
+      byId("microphone").setAttribute("aria-pressed", "false");
+      say(byId("microphone"), "Speak");
+      hear(new Blob(recorded, { type: recorder.mimeType }));
+    };
+    recorder.start();
+    byId("microphone").setAttribute("aria-pressed", "true");
+    say(byId("microphone"), "Done");
+    say(byId("chat-state"), "Recording; press Done when you have spoken.");
+  } catch (fault) {
+    bubble("bad", `No microphone: ${fault.message}`);
+  }
+}
+
+function wireChat() {
+  const question = byId("question");
+  const send = () => {
+    const text = question.value.trim();
+    if (!text || chat.abort) return;
+    question.value = "";
+    during("Answering", signal => answer(text, signal));
+  };
+  byId("ask").addEventListener("submit", event => {
+    event.preventDefault();
+    send();
+  });
+  question.addEventListener("keydown", event => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
+  byId("stop").addEventListener("click", () => chat.abort?.abort());
+  byId("microphone").addEventListener("click", record);
+  byId("forget").addEventListener("click", () => {
+    chat.messages = [];
+    byId("said").replaceChildren();
+    byId("said").hidden = true;
+    busy("");
+    question.focus();
+  });
+  byId("key").addEventListener("submit", event => {
+    event.preventDefault();
+    sessionStorage.setItem(keyName, byId("key-text").value.trim());
+    byId("key-text").value = "";
+    prepareChat();
+  });
+}
+
 let lastSeen = null, failures = 0, timer = null, asking = false, historyAt = -Infinity;
 
 function lost(why) {
@@ -443,7 +638,7 @@ async function refresh() {
   asking = false;
   if (status) failures = 0;
   // less often the longer there is no answer, and not while the page is hidden
-  if (!document.hidden) timer = setTimeout(refresh, 1000 * Math.min(2 ** failures, 8));
+  if (!document.hidden) timer = setTimeout(refresh, 700 * Math.min(2 ** failures, 8));
   if (!status) return;
   lastSeen = performance.now();
   byId("main").className = "";
@@ -460,4 +655,6 @@ async function refresh() {
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 addEventListener("online", refresh);
 prepareChart();
+wireChat();
+prepareChat();
 refresh();

@@ -325,7 +325,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-b5/ZRSPzxq+vgS/P2iY6BWTcdWpZYCUag0XEBPAmg0E='; style-src 'sha256-6kY/JYkJSGDu+p1YqOk0QN9Q6cbH4Z0yfdFozzB4YgY='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-30ez81QUMyHZYgOn7SEyQjgajzx/+x09Pna084Wlfgg='; style-src 'sha256-vfcincnuHtI09LT/ohFhEO6iTKsTdfurImwlKIPZCnc='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
