@@ -251,6 +251,7 @@ impl Kept {
                 "timeMs": mark.unix_us / 1000,
                 "kind": mark.kind.word(),
                 "text": mark.text,
+                "outcomeUs": mark.outcome.map(|at| micros(at.since_start())),
             })).collect::<Value>(),
         })
     }
@@ -542,6 +543,7 @@ mod tests {
                 unix_us: sequence,
                 kind: cotenant_journal::HeadlineKind::Shed,
                 text: "ä".repeat(1000),
+                outcome: None,
             });
         }
         assert!(kept.marks.lines.len() <= MARKS_MAX && kept.marks.text_bytes <= TEXT_BYTES_MAX);

@@ -378,7 +378,7 @@ function showDeaths(deaths) {
   });
 }
 
-function showTables({ workers, leases, events, postMortems }) {
+function showTables({ workers, leases, postMortems }) {
   showDeaths(postMortems || []);
   byId("workers-section").hidden = !workers.length;
   each(byId("workers"), "tr", workers, (tr, worker) => {
@@ -393,13 +393,58 @@ function showTables({ workers, leases, events, postMortems }) {
   byId("leases-section").hidden = !leases.length;
   each(byId("leases"), "tr", leases, (tr, lease) => row(tr, [lease.name, word(lease.state, "LEASE_STATE_"), size(lease.heldBytes),
     lease.usedBytes === undefined ? "" : size(lease.usedBytes), lease.target ? size(lease.target.targetBytes) : ""]));
-  each(byId("events"), "li", (events || []).slice().reverse(), (item, event) => {
-    if (!item.firstElementChild) item.append(document.createElement("time"), document.createElement("span"));
-    const [time, text] = item.children;
-    time.dateTime = event.time;
-    say(time, new Date(event.time).toLocaleTimeString([], { hour12: false }));
-    say(text, event.summary);
-    text.className = event.kind === "ENTRY_KIND_ACTION" ? "act" : "";
+}
+
+// One line for each decision: its sentence, and the lines of the journal at that instant and of its outcome.
+function decisionsOf({ events = [], snapshotTime, uptime }) {
+  const began = Date.parse(snapshotTime) - parseFloat(uptime) * 1000 - 1000;
+  const own = marks.filter(mark => mark.timeMs >= began);
+  const bySequence = new Map(own.map(mark => [mark.sequence, mark]));
+  const byOutcome = new Map(own.filter(mark => mark.outcomeUs).map(mark => [mark.outcomeUs, mark]));
+  const decisions = [];
+  for (const event of events) {
+    const last = decisions.find(decision => decision.at === event.at);
+    if (last) last.lines.push(event);
+    else decisions.unshift({ at: event.at, time: event.time, lines: [event] });
+  }
+  const headed = new Map();
+  for (const decision of decisions) {
+    decision.marks = decision.lines.map(line => bySequence.get(line.sequence)).filter(Boolean);
+    for (const mark of decision.marks) headed.set(mark, decision);
+  }
+  const isOutcome = decision => {
+    const to = headed.get(byOutcome.get(Math.round(parseFloat(decision.at) * 1e6)));
+    if (!to || to === decision || decision.marks.length) return false;
+    to.lines.push(...decision.lines);
+    return true;
+  };
+  return decisions.filter(decision => !isOutcome(decision)).map(({ time, lines, marks: heads }) => ({
+    time, lines, line: lines[0].sequence, kind: heads[0]?.kind || "",
+    text: heads.map(mark => mark.text).join("; ") || (lines.find(line => line.name === "decided") || lines[0]).summary,
+  }));
+}
+
+function showEvents(status) {
+  const list = byId("events");
+  const wanted = decisionsOf(status);
+  const known = new Map([...list.children].map(item => [item.dataset.line, item]));
+  const lines = new Set(wanted.map(({ line }) => String(line)));
+  for (const [line, item] of known) if (!lines.has(line)) item.remove();
+  wanted.forEach((decision, at) => {
+    let item = known.get(String(decision.line));
+    if (!item) {
+      item = document.createElement("li");
+      item.dataset.line = decision.line;
+      item.append(document.createElement("time"), document.createElement("details"));
+      item.lastElementChild.append(document.createElement("summary"), document.createElement("ol"));
+    }
+    if (list.children[at] !== item) list.insertBefore(item, list.children[at] || null);
+    const [time, details] = item.children;
+    time.dateTime = decision.time;
+    say(time, clock(Date.parse(decision.time) / 1000));
+    details.className = decision.kind;
+    say(details.firstElementChild, decision.text);
+    each(details.lastElementChild, "li", decision.lines, (line, { sequence, summary }) => say(line, `${sequence} ${summary}`));
   });
 }
 
@@ -651,6 +696,7 @@ async function refresh() {
   showEngine(status.engine);
   showSparks();
   showTables(status);
+  showEvents(status);
 }
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 addEventListener("online", refresh);

@@ -58,6 +58,8 @@ pub struct Headline {
     pub kind: HeadlineKind,
     /// The sentence with its figures.
     pub text: String,
+    /// Time of its outcome in the run, once known.
+    pub outcome: Option<Timestamp>,
 }
 
 /// Collector of headlines from the lines of a journal.
@@ -107,6 +109,7 @@ impl Headlines {
             let Open {
                 at, mut headline, ..
             } = self.open.remove(place)?;
+            headline.outcome = Some(entry.at);
             headline.text.push_str(&format!("; {text}"));
             if is_timed {
                 let took = entry.at.saturating_since(at).as_millis();
@@ -120,6 +123,7 @@ impl Headlines {
             unix_us: entry.unix_us,
             kind,
             text,
+            outcome: None,
         };
         if let Some(awaits) = awaits {
             if self.open.len() == OPEN_MAX {
@@ -367,9 +371,13 @@ mod tests {
         let mut headlines = Headlines::default();
         let asked = headlines.take(&entry(7, 10, request(1))).unwrap();
         assert_eq!((asked.sequence, asked.kind), (7, HeadlineKind::Request));
+        assert_eq!(asked.outcome, None);
         assert_eq!(headlines.take(&entry(8, 11, done(2))), None);
         let answered = headlines.take(&entry(9, 250, done(1))).unwrap();
-        assert_eq!(answered.sequence, 7);
+        assert_eq!(
+            (answered.sequence, answered.outcome),
+            (7, Some(Timestamp::from_millis(250)))
+        );
         assert_eq!(
             answered.text,
             "`indexer` (batch) requests 100 MiB; done after 240 ms"

@@ -141,6 +141,11 @@ def story(browser, url, program, folder):
         page.keyboard.press("ArrowLeft")
     expect(page.locator("#reading")).to_contain_text("an operator asked for 2 MiB; the engine sheds")
     expect(page.locator("#reading")).to_contain_text(re.compile("applied after .* ms"))
+    # one line for the shed, with the lines of the journal below it
+    shed = page.locator("#events details.shed", has_text="an operator asked for 2 MiB")
+    expect(shed).to_have_count(1)
+    shed.locator("summary").click()
+    expect(shed.locator("li", has_text="weighed candidates")).to_be_visible()
     if folder:
         page.screenshot(path=folder / "page-story.png", full_page=True)
     assert not faults, faults
