@@ -106,7 +106,9 @@ const kinds = {
 const shownKinds = new Set(Object.keys(kinds));
 const unaccounted = "unaccounted";
 // one row for each step: { time (s), budget, held: Map of owner to bytes, speed, first }
-let rows = [], marks = [], stepSeconds = 4, isDay = false, selected = null;
+let rows = [], marks = [], stepSeconds = 2, isDay = false, selected = null;
+// the last two minutes as they were seen, which is finer
+let seen = [];
 
 function addHistory(history) {
   stepSeconds = history.stepSeconds;
@@ -139,15 +141,17 @@ const chart = { left: 62, right: 8, top: 52, bottom: 22, height: 260 };
 function showChart(status) {
   if (status?.budget) {
     const now = rowOf(status);
-    rows = rows.filter(row => !row.isNow);
-    if (!rows.length || now.time > rows.at(-1).time) rows.push({ ...now, isNow: true });
+    if (seen.length && now.time - seen.at(-1).time > 3) seen = [];
+    seen = [...seen.filter(row => row.time > now.time - 120), now];
   }
-  if (!rows.length) return;
+  const drawn = isDay ? [...rows, ...seen.slice(-1)] : [...rows.filter(row => !seen.length || row.time < seen[0].time), ...seen];
+  if (!drawn.length) return;
+  chart.rows = drawn;
   const { left, right, top, bottom, height } = chart;
   const width = byId("chart").clientWidth || 600;
-  const to = rows.at(-1).time, from = Math.max(to - (isDay ? 86400 : 3600), Math.min(rows[0].time, to - 120));
+  const to = drawn.at(-1).time, from = Math.max(to - (isDay ? 86400 : 3600), Math.min(drawn[0].time, to - 60));
   const total = row => [...row.held.values()].reduce((sum, bytes) => sum + bytes, 0);
-  const highest = Math.max(...rows.map(row => Math.max(row.budget, total(row))));
+  const highest = Math.max(...drawn.map(row => Math.max(row.budget, total(row))));
   const step = [1, 2, 5, 10, 20, 50, 100, 200, 500].flatMap(n => [n * 2 ** 20, n * 2 ** 30]).sort((a, b) => a - b).find(size => highest / size <= 5) || 2 ** 40;
   const most = highest * 1.06;
   const x = time => left + (time - from) / (to - from) * (width - left - right);
@@ -165,11 +169,11 @@ function showChart(status) {
   }
   // a gap in time is a gap in the chart
   const pieces = [];
-  rows.filter(row => row.time >= from).forEach((row, at, all) => {
+  drawn.filter(row => row.time >= from).forEach((row, at, all) => {
     if (!at || row.time - all[at - 1].time > 3 * stepSeconds) pieces.push([]);
     pieces.at(-1).push(row);
   });
-  const present = new Set(rows.flatMap(row => [...row.held].filter(([, bytes]) => bytes > 0).map(([owner]) => owner)));
+  const present = new Set(drawn.flatMap(row => [...row.held].filter(([, bytes]) => bytes > 0).map(([owner]) => owner)));
   const order = [...present].filter(owner => owner !== unaccounted && owner !== "llm").sort();
   if (present.has("llm")) order.push("llm");
   if (present.has(unaccounted)) order.push(unaccounted);
@@ -186,7 +190,7 @@ function showChart(status) {
   });
   const limit = pieces.map(piece => `M${piece.map((row, at) => path(row, at, piece, one => one.budget)).join("")}`);
   shapes.push(["path", { class: "limit", d: limit.join("") }]);
-  shapes.push(["text", { class: "limit-text", x: left + 4, y: y(rows.at(-1).budget) - 4 }, "budget"]);
+  shapes.push(["text", { class: "limit-text", x: left + 4, y: y(drawn.at(-1).budget) - 4 }, "budget"]);
   const cursor = selected ? selected.timeMs / 1000 : chart.pointed;
   if (cursor >= from) shapes.push(["line", { class: "cursor", x1: x(cursor), x2: x(cursor), y1: top - 6, y2: height - bottom }]);
   draw(byId("chart"), [["g", {}, shapes], ["g", {}, glyphs()]]);
@@ -220,7 +224,7 @@ function showReading() {
   let text = "Point at the chart, or step through its marks with the arrow keys.";
   if (selected) text = `${sentence(selected)} (line ${selected.sequence})`;
   else if (chart.pointed !== undefined) {
-    const row = rows.findLast(row => row.time <= chart.pointed) || rows[0];
+    const row = chart.rows.findLast(row => row.time <= chart.pointed) || chart.rows[0];
     const held = [...row.held].filter(([, bytes]) => bytes > 0).map(([owner, bytes]) => `${owner} ${size(bytes)}`);
     const free = row.budget - [...row.held.values()].reduce((sum, bytes) => sum + bytes, 0);
     text = `${clock(row.time)} ${held.join(", ")}${held.length ? ", " : ""}free ${size(Math.max(free, 0))} of ${size(row.budget)}`;
