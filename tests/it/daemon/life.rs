@@ -454,6 +454,8 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
     let daemon = installation.start().await;
     daemon.whole().await;
+    let named = |status: &GetStatusResponse| !status.next_shed.is_empty();
+    daemon.until("the next shed is named", named).await;
     let printed = installation.json(&["status"]);
     let mut shown = get(daemon.http, "/status.json").await.json();
     let mut only_here = |field: &str| shown.as_object_mut().unwrap().remove(field).unwrap();
