@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 use cotenant_http::backend::HistoryQuery;
 use cotenant_journal::{Content, Headline, Headlines, JournalEntry, Rebuilt, recent};
-use cotenant_policy::{event::Event, snapshot::Snapshot, speed::Timing};
+use cotenant_policy::{event::Event, lease::LeaseView, snapshot::Snapshot, speed::Timing};
 use cotenant_units::{Bytes, lock::locked, micros};
 
 /// The history of this run, and of the hour before it.
@@ -129,7 +129,8 @@ impl Kept {
             unaccounted: kib(state.memory.unaccounted),
             ..Memory::default()
         };
-        for lease in &state.leases {
+        let holding = |lease: &&LeaseView| lease.memory.held > Bytes::ZERO;
+        for lease in state.leases.iter().filter(holding) {
             let column = self.column(&lease.tenant, &memory);
             if let Some(held) = memory.held.get_mut(column) {
                 *held = held.saturating_add(kib(lease.memory.held));
@@ -443,7 +444,7 @@ mod tests {
     use cotenant_journal::{Journal, JournalSettings};
     use cotenant_policy::{
         arbiter::Arbiter,
-        lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
+        lease::{Class, LeaseRequest, Peer, Ticket},
         params::{Params, Scope},
         snapshot::MemoryView,
     };

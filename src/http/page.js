@@ -456,10 +456,14 @@ function showEvents(status) {
 const chat = { models: {}, messages: [], abort: null, recorder: null, audio: null };
 const keyName = "cotenant key";
 
+function authorization() {
+  const key = sessionStorage.getItem(keyName);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
 // Calls the API; the key is asked for when it is needed, and kept for this tab.
 async function call(path, body, signal) {
-  const key = sessionStorage.getItem(keyName);
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  const headers = authorization();
   const json = body && !(body instanceof FormData);
   if (json) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: json ? JSON.stringify(body) : body, signal });
@@ -467,7 +471,7 @@ async function call(path, body, signal) {
     sessionStorage.removeItem(keyName);
     byId("key").hidden = false;
     byId("ask").hidden = true;
-    throw new Error(key ? "This API key is not accepted." : "The chat needs an API key.");
+    throw new Error(headers.Authorization ? "This API key is not accepted." : "The chat needs an API key.");
   }
   if (!answer.ok) {
     const fault = await answer.json().catch(() => ({}));
@@ -644,6 +648,7 @@ function wireChat() {
     sessionStorage.setItem(keyName, byId("key-text").value.trim());
     byId("key-text").value = "";
     prepareChat();
+    refresh();
   });
 }
 
@@ -660,9 +665,10 @@ function lost(why) {
 
 async function read() {
   try {
-    const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    const answer = await fetch("status.json", { cache: "no-store", headers: authorization(), signal: AbortSignal.timeout(5000) });
     if (answer.ok) return await answer.json();
-    lost(answer.status === 401 ? "The API key is not accepted any more: load the page again." : `The answer was ${answer.status}.`);
+    if (answer.status === 401) byId("key").hidden = false;
+    lost(answer.status === 401 ? "An API key is needed." : `The answer was ${answer.status}.`);
   } catch {
     lost("No answer; asking again.");
   }
@@ -673,7 +679,7 @@ async function refreshHistory() {
   historyAt = performance.now();
   const after = rows.length ? `&after=${Math.floor(rows.at(-1).time) - (isDay ? 120 : 30)}` : "";
   try {
-    const answer = await fetch(`history.json?${isDay ? "day" : "hour"}${after}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    const answer = await fetch(`history.json?${isDay ? "day" : "hour"}${after}`, { cache: "no-store", headers: authorization(), signal: AbortSignal.timeout(5000) });
     if (answer.ok) addHistory(await answer.json());
     showChart();
   } catch { /* the status says that there is no answer */ }

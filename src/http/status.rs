@@ -325,7 +325,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-4ggwcD664m0CcKe3QAfIhl1dfRvceJXq1quW8pWbGvs='; style-src 'sha256-q+y2f29Hm9+/wMm5afrZZgPI82nat7VAOeQXFy2vp84='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-E4/5vKd/ICsfsSZ6X33ACpK8aRK7TFQvlKhcL9oeJAQ='; style-src 'sha256-q+y2f29Hm9+/wMm5afrZZgPI82nat7VAOeQXFy2vp84='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
