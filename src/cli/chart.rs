@@ -634,7 +634,7 @@ const BUDGET: RGBColor = RGBColor(201, 42, 42);
 pub(super) const UNACCOUNTED: &str = "unaccounted";
 const UNHELD: RGBColor = RGBColor(138, 147, 166);
 /// Hues with different brightness, distinguishable in print and with most colour blindness; equal to those of
-/// `http/page.html`.
+/// `http/page.js`.
 const HUES: [RGBColor; 8] = [
     RGBColor(59, 111, 212),
     RGBColor(240, 154, 62),
@@ -811,7 +811,7 @@ pub(super) mod tests {
 
     #[test]
     fn an_owner_has_the_colour_that_the_page_gives_it() {
-        let page = include_str!("../http/page.html");
+        let page = include_str!("../http/page.js");
         let hexadecimal = |RGBColor(r, g, b): RGBColor| format!("#{r:02x}{g:02x}{b:02x}");
         let hues: Vec<String> = HUES.map(|hue| format!("{:?}", hexadecimal(hue))).into();
         assert!(page.contains(&format!("const hues = [{}]", hues.join(", "))));

@@ -21,6 +21,7 @@ use super::{
     bind,
     clock::MonotonicClock,
     control_loop::{Clock as _, Inbound},
+    history::History,
     sequences::{kept_tokens, sequences, tokens_in_cache},
 };
 use cotenant_engine::EngineHandle;
@@ -82,6 +83,7 @@ pub struct ControlHandle {
     /// First candidate of the next shed with its reason, as of the last round of measurements.
     next_shed: Mutex<String>,
     reloads: OnceLock<mpsc::Sender<ReloadCall>>,
+    history: History,
 }
 
 /// Call to reload the configuration, with the receiver of its outcome.
@@ -119,8 +121,13 @@ impl ControlHandle {
             engine: Mutex::default(),
             next_shed: Mutex::default(),
             reloads: OnceLock::new(),
+            history: History::default(),
         };
         (Arc::new(control), receiver)
+    }
+
+    pub(super) const fn history(&self) -> &History {
+        &self.history
     }
 
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {

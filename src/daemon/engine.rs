@@ -543,15 +543,18 @@ async fn forward(
         if let EngineEvent::RequestFinished {
             outcome: Ok(_),
             usage,
-            prompt_took: Some(prompt_took),
+            waited,
+            prompt_took,
             took,
             ..
         } = &event
-            && !changed
         {
-            control
-                .tell(Event::EngineTimed(timing(*usage, *prompt_took, *took)))
-                .await;
+            let timing = timing(*usage, prompt_took.unwrap_or_default(), *took);
+            let first = prompt_took.map(|prompt_took| *waited + prompt_took);
+            control.history().answered(first, timing);
+            if prompt_took.is_some() && !changed {
+                control.tell(Event::EngineTimed(timing)).await;
+            }
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,

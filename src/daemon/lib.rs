@@ -25,6 +25,8 @@ mod figures;
 mod folders;
 mod handoff;
 mod hang_detector;
+mod history;
+mod history_feed;
 mod listeners;
 mod llm;
 mod measure;

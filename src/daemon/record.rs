@@ -42,6 +42,7 @@ impl Recorder {
             if let Some(record) = record_of(entry).filter(|record| shown.is_news(record)) {
                 seen.events().push(record);
             }
+            seen.history().line(entry);
             seen.events().note_passed(entry.sequence);
         };
         let mut journal = Journal::open(&settings, control.boot_id(), observer)

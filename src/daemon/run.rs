@@ -23,6 +23,7 @@ use super::{
     figures::{DENIALS, Figures},
     folders,
     handoff::{Handoff, Inheritance, Place},
+    history_feed,
     listeners::{Bound, Clients, Listeners},
     llm::Llm,
     measure::Measurer,
@@ -277,6 +278,8 @@ pub async fn run(
         wyoming = listeners.wyoming_address(),
         "cotenant is ready"
     );
+    let journal = config.journal.as_ref().map(|journal| journal.path.clone());
+    history_feed::spawn(&control, journal, &parts);
     tokio::spawn(settle(Arc::clone(&control), config.llm.is_some()));
     let watchdog = &control_loop.device().watchdog;
     watchdog

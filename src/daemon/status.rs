@@ -5,15 +5,17 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
-use cotenant_http::backend::{ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice};
+use cotenant_http::backend::{
+    HistoryQuery, ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice,
+};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_probe::{ProbeRoot, board::Board};
-use cotenant_rpc::json;
+use cotenant_rpc::{Supervisor as _, json};
 use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, NodeInfo, Tracer};
 use cotenant_units::{Bytes, Tokens, lock::locked};
 
@@ -26,6 +28,7 @@ pub(super) struct Status {
     tracer: Tracer,
     /// Start time in seconds since 1970.
     created: u64,
+    host: Option<String>,
     board: Board,
     names: Mutex<Names>,
 }
@@ -56,6 +59,9 @@ impl Status {
             dropped,
             tracer,
             created,
+            host: nix::unistd::gethostname()
+                .ok()
+                .and_then(|name| name.into_string().ok()),
             board: Board::read(&ProbeRoot::default()),
             names: Mutex::new(Names::of(config, created)),
         };
@@ -67,6 +73,27 @@ impl Status {
     pub(super) fn reconfigure(&self, config: &Config) {
         *locked(&self.names) = Names::of(config, self.created);
         self.identify(config);
+    }
+
+    /// Returns the last death of each worker, without its output.
+    fn post_mortems(&self) -> Value {
+        let state = self.control.state();
+        let names = state.workers.iter().map(|worker| worker.name.as_str());
+        let last = names.filter_map(|name| self.control.deaths().last(Some(name), 1).pop());
+        last.map(|death| {
+            let verdict = &death.verdict;
+            json!({
+                "worker": death.worker,
+                "endedTimeMs": death.end.ended_unix_us / 1000,
+                "sentence": verdict.sentence,
+                "class": verdict.class,
+                "confidence": verdict.confidence,
+                "evidence": verdict.evidence,
+                "remedy": verdict.remedy,
+                "peakResidentBytes": death.memory.peak_resident,
+            })
+        })
+        .collect()
     }
 
     /// Publishes the configuration in force, and the board.
@@ -204,7 +231,17 @@ impl StatusBackend for Status {
     }
 
     fn document(&self) -> Value {
-        json::document(&*self.control)
+        let mut document = json::document(&*self.control);
+        if let Some(fields) = document.as_object_mut() {
+            fields.insert("host".to_owned(), json!(self.host));
+            fields.insert("board".to_owned(), json!(self.board.model));
+            fields.insert("postMortems".to_owned(), self.post_mortems());
+        }
+        document
+    }
+
+    fn history(&self, query: &HistoryQuery) -> Value {
+        self.control.history().document(query)
     }
 
     fn request_ended(&self, route: &str, code: u16, took: Duration) {

@@ -145,7 +145,7 @@ impl Access {
         let Some(clients) = &self.clients else {
             return Ok(None);
         };
-        let page = matches!(path, "/" | "/status.json");
+        let page = matches!(path, "/" | "/status.json" | "/history.json");
         let by_password = if page { key_as_password(headers) } else { None };
         let sent = key_in(headers).or(by_password.as_deref());
         // Compares all keys, so that the time does not reveal the position of a match.
@@ -315,7 +315,7 @@ mod tests {
     fn a_browser_sends_the_key_of_the_page_as_a_password_and_of_nothing_else() {
         let access = access(Keyless::default());
         let password = ("authorization", "Basic bWU6a2V5LW9mLXN0dWR5LTEyMw==");
-        for path in ["/", "/status.json"] {
+        for path in ["/", "/status.json", "/history.json"] {
             assert_eq!(
                 asked(&access, path, &[password]),
                 Ok(Some("study".to_owned())),

@@ -368,6 +368,9 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// The state as `cotenant status -o json` prints it, with the last events.
     fn document(&self) -> serde_json::Value;
 
+    /// Memory, speed and decisions over time, for the page.
+    fn history(&self, query: &HistoryQuery) -> serde_json::Value;
+
     /// Models offered to clients.
     fn models(&self) -> Vec<ModelInfo>;
 
@@ -390,6 +393,15 @@ pub trait StatusBackend: Send + Sync + 'static {
 
     /// Records the first text of a chat completion, `took` after its head was read.
     fn first_token(&self, took: Duration);
+}
+
+/// Part of the history that a client requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HistoryQuery {
+    /// A day in steps of a minute instead of an hour in steps of some seconds.
+    pub day: bool,
+    /// First second, since 1970; `None` for all.
+    pub after_s: Option<u64>,
 }
 
 /// A model offered to clients.

@@ -62,6 +62,7 @@ pub(super) fn router(api: &Api) -> Router {
     Router::new()
         .route("/", get(status::page))
         .route("/status.json", get(status::status_json))
+        .route("/history.json", get(status::history_json))
         .route("/health", get(status::health))
         .route("/running", get(status::running))
         .route("/metrics", get(status::metrics))

@@ -1,6 +1,9 @@
 //! Models, health, metrics and the page.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::LazyLock,
+    time::{Duration, SystemTime},
+};
 
 use axum::{
     Json,
@@ -12,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{
     api::Api,
-    backend::{ModelInfo, ModelKind},
+    backend::{HistoryQuery, ModelInfo, ModelKind},
     fault::Fault,
     models::{task, unknown_model},
     ollama_writer::rfc3339,
@@ -270,6 +273,26 @@ pub(super) async fn status_json(State(api): State<Api>) -> Response {
     ([NO_STORE], Json(api.backends().status.document())).into_response()
 }
 
+/// `GET /history.json`: memory by owner, speed and decisions of the last hour. `?day`: of the last day, by minutes;
+/// `?after=SECONDS`: only since this second of 1970's clock.
+pub(super) async fn history_json(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
+    let mut wanted = HistoryQuery::default();
+    for part in query.iter().flat_map(|query| query.split('&')) {
+        match part.split_once('=').unwrap_or((part, "")) {
+            ("day", _) => wanted.day = true,
+            ("after", value) => match value.parse() {
+                Ok(second) => wanted.after_s = Some(second),
+                Err(_) => {
+                    let problem = "seconds since 1970 are required, such as 1796055637";
+                    return Fault::invalid("after", value, problem).into_response();
+                }
+            },
+            _ => {}
+        }
+    }
+    ([NO_STORE], Json(api.backends().status.history(&wanted))).into_response()
+}
+
 /// `GET /`: one page without external resources.
 pub(super) async fn page() -> Response {
     let headers = [
@@ -287,14 +310,22 @@ pub(super) async fn page() -> Response {
             HeaderValue::from_static("nosniff"),
         ),
     ];
-    (headers, Html(include_str!("page.html"))).into_response()
+    (headers, Html(PAGE.as_str())).into_response()
 }
+
+/// The page with its style and script in place.
+static PAGE: LazyLock<String> = LazyLock::new(|| {
+    let (style, script) = (include_str!("page.css"), include_str!("page.js"));
+    include_str!("page.html")
+        .replace("<style></style>", &format!("<style>{style}</style>"))
+        .replace("<script></script>", &format!("<script>{script}</script>"))
+});
 
 const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-i9f1xuQ4IM9dTIRhV1FcXLG54DruDNLrVmU/MWRvz+I='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-E4/5vKd/ICsfsSZ6X33ACpK8aRK7TFQvlKhcL9oeJAQ='; style-src 'sha256-q+y2f29Hm9+/wMm5afrZZgPI82nat7VAOeQXFy2vp84='; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 

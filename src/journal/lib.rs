@@ -23,9 +23,11 @@
 
 mod book;
 mod entry;
+mod headline;
 mod own;
 mod read;
 mod rebuilt;
+mod recent;
 mod render;
 mod replay;
 mod why;
@@ -34,9 +36,11 @@ mod write;
 pub use self::{
     book::{BookError, BookFile, FoundBook, SavedBook},
     entry::{Content, JournalEntry, Start},
+    headline::{Headline, HeadlineKind, Headlines},
     own::open_own,
     read::{Contents, ReadError, read},
     rebuilt::Rebuilt,
+    recent::recent,
     render::{render, render_action},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},

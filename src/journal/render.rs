@@ -428,7 +428,7 @@ fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> St
 }
 
 /// Renders the memory returned to the kernel, and the part that was reserved but never touched.
-fn given_back(freed: Bytes, reserved: Bytes) -> String {
+pub(super) fn given_back(freed: Bytes, reserved: Bytes) -> String {
     match (freed, reserved) {
         (Bytes::ZERO, Bytes::ZERO) => String::new(),
         (freed, Bytes::ZERO) => format!("{freed} verified back, "),

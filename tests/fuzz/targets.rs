@@ -16,9 +16,9 @@ use cotenant::{
         self, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
-            ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend, SpeechRequest,
-            SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage,
-            Voice,
+            HistoryQuery, ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend,
+            SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
+            Transcript, Usage, Voice,
         },
     },
     policy::snapshot::Snapshot,
@@ -636,6 +636,10 @@ impl StatusBackend for Willing {
     }
 
     fn document(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+
+    fn history(&self, _query: &HistoryQuery) -> serde_json::Value {
         serde_json::Value::Null
     }
 

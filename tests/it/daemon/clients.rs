@@ -266,6 +266,10 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/page_client.py");
     let mut browser = tokio::process::Command::from(python(&venv));
     browser.arg(script).arg(format!("http://{address}/"));
+    browser.arg(&installation.program).env(
+        "COTENANT_ENDPOINT",
+        format!("unix://{}", installation.socket().display()),
+    );
     browser.args(std::env::var_os("COTENANT_SCREENSHOTS"));
     let mut browser = browser
         .stdout(Stdio::piped())

@@ -454,9 +454,25 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
     let daemon = installation.start().await;
     daemon.whole().await;
+    let named = |status: &GetStatusResponse| !status.next_shed.is_empty();
+    daemon.until("the next shed is named", named).await;
     let printed = installation.json(&["status"]);
     let mut shown = get(daemon.http, "/status.json").await.json();
-    let events = shown.as_object_mut().unwrap().remove("events").unwrap();
+    let mut only_here = |field: &str| shown.as_object_mut().unwrap().remove(field).unwrap();
+    let events = only_here("events");
+    assert_eq!(only_here("postMortems"), serde_json::json!([]));
+    assert!(only_here("host").is_string());
+    only_here("board");
+    let history = get(daemon.http, "/history.json").await.json();
+    let load = &history["marks"][0];
+    assert_eq!(
+        (&load["kind"], &history["stepSeconds"]),
+        (&"growth".into(), &2.into())
+    );
+    assert!(
+        load["text"].as_str().unwrap().contains("; applied after "),
+        "{load}"
+    );
     let fields = |document: &Value| -> Vec<String> {
         document.as_object().unwrap().keys().cloned().collect()
     };

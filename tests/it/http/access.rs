@@ -84,6 +84,7 @@ async fn without_a_known_key_each_protocol_refuses_in_its_own_form() {
             "/health",
             "/metrics",
             "/status.json",
+            "/history.json",
             "/",
             "/v1/realtime",
             "/nothing",

@@ -15,9 +15,9 @@ use cotenant::{
         Access, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EmbedRequest,
-            EmbeddingBackend, FinishReason, ModelInfo, ModelKind, Prompt, RunningAnswers,
-            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
-            TranscribeRequest, Transcript, Usage, Voice, VoiceWish, Weights,
+            EmbeddingBackend, FinishReason, HistoryQuery, ModelInfo, ModelKind, Prompt,
+            RunningAnswers, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend,
+            TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice, VoiceWish, Weights,
         },
         serve,
     },
@@ -384,6 +384,10 @@ impl StatusBackend for ScriptedStatus {
 
     fn document(&self) -> serde_json::Value {
         serde_json::json!({"version": "scripted"})
+    }
+
+    fn history(&self, query: &HistoryQuery) -> serde_json::Value {
+        serde_json::json!({"day": query.day, "after": query.after_s})
     }
 
     fn models(&self) -> Vec<ModelInfo> {

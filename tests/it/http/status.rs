@@ -399,6 +399,20 @@ async fn the_page_needs_nothing_from_elsewhere() {
 }
 
 #[tokio::test]
+async fn a_part_of_the_history_is_requested_by_its_first_second() {
+    let open = open().await;
+    let asked = |path: &'static str| get(open.address, path);
+    let all = asked("/history.json").await;
+    assert_eq!(all.header("cache-control"), "no-store");
+    assert_eq!(all.json(), json!({"day": false, "after": null}));
+    let day = asked("/history.json?day&after=1796055637").await;
+    assert_eq!(day.json(), json!({"day": true, "after": 1_796_055_637_u64}));
+    let refused = asked("/history.json?after=yesterday").await;
+    assert_eq!(refused.status, 400);
+    assert!(refused.text().contains("seconds since 1970"), "{refused:?}");
+}
+
+#[tokio::test]
 async fn the_page_runs_its_own_script_and_style_only() {
     let open = open().await;
     let answer = get(open.address, "/").await;
