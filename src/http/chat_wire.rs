@@ -10,6 +10,7 @@ use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
+    effort,
     fault::{Fault, invalid},
     fields::{is_set, not_honoured, one_answer, refuse_unsupported},
     numbers::Whole,
@@ -45,6 +46,7 @@ pub(super) struct WireRequest {
     repetition_penalty: Option<f64>,
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
+    reasoning_effort: Option<Value>,
     context_shift: Option<bool>,
     /// As in vLLM and `transformers`.
     continue_final_message: Option<bool>,
@@ -128,6 +130,11 @@ impl WireRequest {
         if let Some(thinking) = self.enable_thinking {
             variables.insert("enable_thinking".to_owned(), Value::Bool(thinking));
         }
+        effort::request(
+            "reasoning_effort",
+            self.reasoning_effort.as_ref(),
+            &mut variables,
+        )?;
         if self.messages.is_empty() {
             return invalid("messages", "[]", "is empty");
         }

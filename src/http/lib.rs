@@ -19,6 +19,7 @@ mod body;
 mod chat;
 mod chat_wire;
 mod completions;
+mod effort;
 mod embeddings;
 mod fault;
 mod fields;

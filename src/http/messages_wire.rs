@@ -12,6 +12,7 @@ use super::{
     chat_wire::{
         STOP_TEXTS_MAX, at_least_one, checked_tools, function_of, has_tool, role_of, stop_texts,
     },
+    effort,
     fault::{Fault, invalid},
     fields::{ignored, is_set, refuse_unsupported},
     numbers::Whole,
@@ -77,10 +78,6 @@ impl WireRequest {
             .thinking
             .as_ref()
             .is_some_and(|thinking| thinking.budget_tokens.is_some());
-        let effort = self
-            .output_config
-            .as_ref()
-            .and_then(|config| config.effort.as_ref());
         let one_tool = self
             .tool_choice
             .as_ref()
@@ -91,7 +88,6 @@ impl WireRequest {
                 "context_management",
                 is_set(self.context_management.as_ref()),
             ),
-            ("output_config.effort", is_set(effort)),
             ("thinking.budget_tokens", budget),
             ("tool_choice.disable_parallel_tool_use", one_tool),
         ];
@@ -138,6 +134,9 @@ impl WireRequest {
         }
         let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
+        let config = self.output_config.as_ref();
+        let effort = config.and_then(|config| config.effort.as_ref());
+        effort::request("output_config.effort", effort, &mut variables)?;
         let mut conversation = Conversation {
             messages,
             tools: self.read_tools()?,

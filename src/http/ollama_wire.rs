@@ -16,6 +16,7 @@ use super::{
     chat_wire::{
         STOP_TEXTS_MAX, arguments_text, at_least_one, checked_tools, role_of, sinks, stop_texts,
     },
+    effort,
     fault::{Fault, invalid},
     fields::{IGNORED_MAX, not_honoured, refuse_unsupported},
     numbers::Whole,
@@ -204,15 +205,10 @@ impl WireRequest {
         ignored.truncate(IGNORED_MAX);
         let mut variables = Map::new();
         match self.think {
-            None | Some(Value::Null) => {}
             Some(Value::Bool(think)) => {
                 variables.insert("enable_thinking".to_owned(), Value::Bool(think));
             }
-            Some(Value::String(effort)) => {
-                variables.insert("enable_thinking".to_owned(), Value::Bool(true));
-                variables.insert("reasoning_effort".to_owned(), Value::String(effort));
-            }
-            Some(other) => return invalid("think", other, "is neither `true` nor `false`"),
+            effort => effort::request("think", effort.as_ref(), &mut variables)?,
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
         let nothing_asked = prompt.is_none();

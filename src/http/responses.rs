@@ -106,6 +106,7 @@ impl ResponseWriter {
             .as_ref()
             .and_then(|text| text.get("format"))
             .filter(|format| !format.is_null());
+        let effort = wire.effort().cloned();
         let response = json!({
             "id": id,
             "object": "response",
@@ -121,7 +122,7 @@ impl ResponseWriter {
             "output": [],
             "parallel_tool_calls": wire.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": null,
-            "reasoning": {"effort": null, "summary": null},
+            "reasoning": {"effort": effort, "summary": null},
             "store": false,
             "temperature": wire.temperature,
             "text": {"format": format.cloned().unwrap_or_else(|| json!({"type": "text"}))},

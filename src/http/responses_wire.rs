@@ -10,6 +10,7 @@ use super::{
         ToolCall,
     },
     chat_wire::{ToolChoice, at_least_one, checked_tools, function_of, role_of},
+    effort,
     fault::{Fault, invalid},
     fields::{NO_PROBABILITIES, ignored, is_set, refuse_unsupported},
     numbers::Whole,
@@ -51,6 +52,7 @@ impl WireRequest {
     /// Set fields that are ignored.
     pub(super) fn ignored(&self) -> Vec<String> {
         let of_text = |key: &str| self.text.as_ref().and_then(|text| text.get(key));
+        let of_reasoning = |key: &str| self.reasoning.as_ref().and_then(|object| object.get(key));
         let known = [
             ("include", is_set(self.include.as_ref())),
             ("max_tool_calls", is_set(self.max_tool_calls.as_ref())),
@@ -59,10 +61,7 @@ impl WireRequest {
                 "parallel_tool_calls",
                 self.parallel_tool_calls == Some(false),
             ),
-            (
-                "reasoning",
-                self.reasoning.as_ref().is_some_and(asks_anything),
-            ),
+            ("reasoning.summary", is_set(of_reasoning("summary"))),
             ("store", self.store == Some(true)),
             ("text.verbosity", is_set(of_text("verbosity"))),
         ];
@@ -95,6 +94,13 @@ impl WireRequest {
         }
     }
 
+    /// The requested effort of reasoning.
+    pub(super) fn effort(&self) -> Option<&Value> {
+        self.reasoning
+            .as_ref()
+            .and_then(|object| object.get("effort"))
+    }
+
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         self.refuse_unsupported()?;
         let mut messages = Vec::new();
@@ -115,10 +121,12 @@ impl WireRequest {
         if messages.len() == instructed {
             return invalid("input", "[]", "is empty");
         }
+        let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
+        effort::request("reasoning.effort", self.effort(), &mut variables)?;
         Ok(Conversation {
             messages,
             tools: function_tools("tools", self.tools.as_deref().unwrap_or_default())?,
-            variables: self.chat_template_kwargs.take().unwrap_or_default(),
+            variables,
             ..Conversation::default()
         })
     }
@@ -183,12 +191,6 @@ impl WireRequest {
 }
 
 /// Whether any of its fields has an effect.
-fn asks_anything(object: &Value) -> bool {
-    object
-        .as_object()
-        .is_some_and(|map| map.values().any(|value| !value.is_null()))
-}
-
 /// The tools in the form of the chat API.
 pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>, Fault> {
     let tools = tools.iter().enumerate().map(|(index, tool)| {
