@@ -7,6 +7,7 @@ use super::{
     experts::Experts,
     loaded::{Model, ModelOptions},
     residency,
+    saved::with_transfers,
     sequence::Sequence,
     weights::{self, Vectors, Weights},
     workspace::{Needs, Workspace},
@@ -114,6 +115,11 @@ impl Opening {
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
+            let shape = if options.keeps_conversations {
+                with_transfers(shape)
+            } else {
+                shape
+            };
             // The first token depends on the disk: prefetch now.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
             Ok(Self {

@@ -69,6 +69,7 @@ fn open_on(
 ) -> Model {
     let options = ModelOptions {
         vocabulary: said.cloned(),
+        keeps_conversations: true,
         ..ModelOptions::for_threads(1)
     };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
