@@ -199,6 +199,7 @@ impl Model {
         let workspace = self.workspace.bytes()
             + self.logits.bytes()
             + self.sequence.cache.aside()
+            + self.sequence.trial_bytes()
             + self.weights.staging().map_or(Bytes::ZERO, Buffer::bytes)
             + self.saved.as_ref().map_or(Bytes::ZERO, Saved::buffer_bytes)
             + self.needs.context;

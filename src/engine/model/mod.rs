@@ -22,6 +22,7 @@ mod saved;
 mod sequence;
 #[cfg(test)]
 mod tests;
+mod trial;
 mod weights;
 mod workspace;
 

@@ -24,7 +24,7 @@ use crate::{
     sayable::Sayable,
     shape::{self, Layout},
     spec::Spec,
-    state::RecurrentState,
+    state::{RecurrentState, Trial},
 };
 use cotenant_policy::{
     kv_type::KvType,
@@ -226,6 +226,7 @@ impl Opening {
         })?;
         let Memory {
             state,
+            trial,
             workspace,
             cache,
             logits,
@@ -245,7 +246,7 @@ impl Opening {
                 experts.transpose()?,
                 (stream, disk.limit),
             ),
-            sequence: Sequence::new(cache, state, &spec.attention, plan.kv_type),
+            sequence: Sequence::new(cache, (state, trial), &spec.attention, plan.kv_type),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
                 kv_capacity: Tokens::ZERO,
@@ -334,6 +335,7 @@ pub(super) fn inspect(
 /// A model's memory apart from its weights.
 struct Memory {
     state: RecurrentState,
+    trial: Option<Trial>,
     workspace: Workspace,
     cache: KvCache,
     logits: Buffer,
@@ -373,6 +375,8 @@ impl Memory {
         Ok(Self {
             state: RecurrentState::new(backend, spec)
                 .map_err(refuse("the state", shape.state_bytes))?,
+            trial: Trial::new(backend, spec, needs.trial)
+                .map_err(refuse("drafted tokens", needs.trial))?,
             // The first pass touches these pages while it waits for the disk; `settle` populates the rest.
             workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
                 .map_err(refuse(
@@ -443,7 +447,10 @@ fn model_shape(
         })
         .unwrap_or_else(|| "model".to_owned());
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
-    shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);
+    shape.workspace_fixed_bytes = shape
+        .workspace_fixed_bytes
+        .saturating_add(needs.context)
+        .saturating_add(needs.trial);
     shape.kv.granule = shape.kv.granule.max(needs.granule);
     shape.ring_bytes = needs.ring;
     shape

@@ -32,6 +32,7 @@ mod parting;
 mod refusing;
 mod saved;
 mod together;
+mod trial;
 mod turns;
 mod windows;
 
