@@ -2,6 +2,9 @@
 //!
 //! Two engines answer the same questions alternately, one with drafts and one without, with all layers resident and
 //! with half of them streamed. One question asks for a text that repeats its prompt, one for a text that does not.
+//!
+//! With `--accept`, the model verifies tokens of a simulated source that costs nothing, of which each is accepted with the
+//! same probability: the most that any source can gain.
 
 use std::{
     path::PathBuf,
@@ -15,7 +18,8 @@ use cotenant::{
     },
     conversation::{ChatMessage, Prompt, Role},
     engine::{
-        Engine, EngineEvent, EngineOptions, GenerateEvent, GenerateRequest, ModelOptions, RequestId,
+        Engine, EngineEvent, EngineOptions, Flow, ForwardError, GenerateEvent, GenerateRequest,
+        Model, ModelOptions, RequestId, model::Span,
     },
     policy::{
         params::EngineParams,
@@ -37,6 +41,9 @@ pub(crate) struct DraftsArgs {
     /// Turns of each question.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub turns: u32,
+    /// Simulate a source whose tokens are accepted with these probabilities, in percent.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub accept: Vec<u8>,
 }
 
 struct Answering {
@@ -63,6 +70,10 @@ pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
         ("all layers in memory", full, Limit::AtLeast(1.5)),
         ("half of them streamed", half, Limit::AtLeast(1.8)),
     ] {
+        if !args.accept.is_empty() {
+            simulate((args, name), &plan, &mut report)?;
+            continue;
+        }
         let mut with = Answering::start(args, &plan, true)?;
         let mut without = Answering::start(args, &plan, false)?;
         for (question, content, limit) in [
@@ -128,6 +139,86 @@ fn compare(
         Some(Limit::AtMost(0.0)),
     );
     Ok(())
+}
+
+/// Measures verification of a simulated source by number of drafted tokens.
+fn simulate(
+    (args, name): (&DraftsArgs, &str),
+    plan: &EnginePlan,
+    report: &mut Report,
+) -> Result<(), String> {
+    let options = ModelOptions::for_threads(args.threads as usize);
+    let mut model = Model::open(&args.model, plan, &options).map_err(|error| error.to_string())?;
+    if !model.takes_back() {
+        return Err("tokens of this model cannot be taken back".to_owned());
+    }
+    for percent in &args.accept {
+        for depth in [1, 2, 3, 5, 7] {
+            let mut ratios = Vec::new();
+            for turn in 0..args.turns {
+                let mut random = Random(u64::from(turn) + 1);
+                let seconds = |model: &mut Model, random: &mut Random, depth| {
+                    model.reset();
+                    let prompt: Vec<u32> = (0..64).map(|_| random.below(1000)).collect();
+                    let go_on = &mut || Flow::Continue;
+                    model
+                        .forward(&prompt, go_on)
+                        .map_err(|error| error.to_string())?;
+                    verified(model, random, *percent, depth).map_err(|error| error.to_string())
+                };
+                let without: Result<f64, String> = seconds(&mut model, &mut random, 0);
+                let with = seconds(&mut model, &mut random, depth);
+                ratios.push(without? / with?);
+            }
+            report.figure(
+                format!("{name}: {percent} % accepted, {depth} drafted: speed over none"),
+                "",
+                median(&ratios).unwrap_or_default(),
+                None,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Returns the seconds of each of [`SIMULATED`] tokens, with passes of `depth` drafted tokens.
+fn verified(
+    model: &mut Model,
+    random: &mut Random,
+    percent: u8,
+    depth: usize,
+) -> Result<f64, ForwardError> {
+    let (mut tokens, began) = (0, Instant::now());
+    while tokens < SIMULATED {
+        let rows: Vec<u32> = (0..=depth).map(|_| random.below(1000)).collect();
+        let accepts = |_: &usize| random.below(100) < u32::from(percent);
+        let accepted = (0..depth).take_while(accepts).count();
+        let span = Span {
+            lane: None,
+            tokens: &rows,
+            scored: rows.len(),
+        };
+        let position = model.position();
+        model.forward_together(&[span], &mut || Flow::Continue)?;
+        for number in 0..=accepted {
+            model.greatest_of(number, position)?;
+        }
+        let rejected = u32::try_from(depth - accepted).unwrap_or(0);
+        model.take_back(None, rejected);
+        tokens += 1 + u32::try_from(accepted).unwrap_or(0);
+    }
+    Ok(began.elapsed().as_secs_f64() / f64::from(tokens))
+}
+
+/// Numbers of a linear congruential generator (Knuth's MMIX).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u32) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005);
+        self.0 = self.0.wrapping_add(1_442_695_040_888_963_407);
+        u32::try_from(self.0 >> 33).unwrap_or(0) % limit
+    }
 }
 
 impl Answering {
@@ -197,3 +288,5 @@ fn repeats() -> String {
 
 const STORY: &str = "Tell me a story about a lighthouse keeper and his cat.";
 const ANSWER: u32 = 256;
+/// Tokens of a simulated answer: at least this many.
+const SIMULATED: u32 = 48;

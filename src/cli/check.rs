@@ -430,7 +430,9 @@ fn inspect(sheet: &mut Sheet, config: &Config) -> Result<Option<Inspected>, u8> 
         compute(llm),
         Some(THIS_PROGRAM.into()),
     ) {
-        Ok(inspected) => Ok(Some(inspected)),
+        Ok(inspected) => Ok(Some(
+            inspected.keeping_conversations(llm.keep_conversations),
+        )),
         Err(error) => {
             let beside = models_beside(&llm.path);
             let hint = error.hint().map(str::to_owned).or(beside);

@@ -82,6 +82,7 @@ impl Inspector {
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, compute) = (sayable(llm), compute(llm));
+        let keeps = llm.keep_conversations;
         let weights = Arc::new(Mutex::new(None));
         let known = Arc::clone(&weights);
         let tried = Arc::<Mutex<Option<Identity>>>::default();
@@ -94,7 +95,8 @@ impl Inspector {
                 without_template,
                 tensors,
                 ..
-            } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
+            } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?
+                .keeping_conversations(keeps);
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
@@ -402,7 +404,7 @@ pub(super) fn start_engine(
 ) -> Result<EngineDriver, RunError> {
     let compute = compute(llm);
     let (name, context) = (llm.name.clone(), llm.context);
-    let beside = llm.conversations;
+    let (beside, keeps) = (llm.conversations, llm.keep_conversations);
     let kv_backing = match llm.kv_memory {
         KvMemory::AsNeeded => Backing::OnTouch,
         KvMemory::AtOnce => Backing::Now,
@@ -432,6 +434,7 @@ pub(super) fn start_engine(
             name: Some(name.clone()),
             context: Some(context),
             conversations: beside,
+            keeps_conversations: keeps,
             kv_backing,
             vocabulary: vocabulary.clone(),
             helper: Some(PathBuf::from(THIS_PROGRAM)),

@@ -325,7 +325,7 @@ impl LanguageModel for GgufModel {
     }
 
     fn takes_back(&self) -> bool {
-        !self.model.has_copies()
+        self.model.takes_back()
     }
 
     fn slice_max(&self) -> usize {

@@ -11,7 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
-    model::{ExpertCounts, Kept, SavedView},
+    model::{ExpertCounts, Kept, SavedView, with_transfers},
     tensor_group::TensorGroup,
 };
 use cotenant_policy::{
@@ -398,6 +398,17 @@ pub struct Inspected {
     pub tensors: Vec<TensorGroup>,
     /// Length of the file, of all parts together.
     pub file_bytes: Bytes,
+}
+
+impl Inspected {
+    /// The same with the buffers for conversations on disk, if the engine `keeps` them there.
+    #[must_use]
+    pub fn keeping_conversations(mut self, keeps: bool) -> Self {
+        if keeps {
+            self.shape = with_transfers(self.shape);
+        }
+        self
+    }
 }
 
 /// The inspected model for which the next load's plan was made: a file that contains another model by then is not

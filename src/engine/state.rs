@@ -6,10 +6,10 @@ use super::{
     arena::Backing,
     backend::{Backend, Buffer, DeviceError, Operation, View},
     shape,
-    spec::Spec,
+    spec::{RecurrentSpec, Spec},
 };
 use cotenant_policy::residency::LayerKind;
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, page};
 
 /// Recurrent state of the sequence, and a working area for one layer of a lane.
 #[derive(Debug)]
@@ -34,17 +34,6 @@ impl RecurrentState {
             let memory = (bytes > Bytes::ZERO).then(|| backend.allocate(bytes, Backing::OnTouch));
             memory.transpose()
         };
-        let mut next = 0;
-        let index = spec
-            .layers
-            .iter()
-            .map(|layer| {
-                (layer.kind == LayerKind::Recurrent).then(|| {
-                    next += 1;
-                    next - 1
-                })
-            })
-            .collect();
         let (matrices_len, conv_len) = spec.recurrent.map_or((0, 0), |recurrent| {
             (recurrent.state_len(), recurrent.conv_len())
         });
@@ -53,7 +42,7 @@ impl RecurrentState {
             aside: allocate(shape::layer_state_bytes(spec))?,
             layer_len: matrices_len + conv_len,
             matrices_len,
-            index,
+            index: recurrent_index(spec),
         })
     }
 
@@ -133,4 +122,87 @@ impl RecurrentState {
     pub fn resident(&self) -> Bytes {
         self.buffers().map(Buffer::resident).sum()
     }
+}
+
+/// For each layer of a model, its index among the recurrent ones.
+fn recurrent_index(spec: &Spec) -> Vec<Option<usize>> {
+    let mut next = 0;
+    let index = spec.layers.iter().map(|layer| {
+        (layer.kind == LayerKind::Recurrent).then(|| {
+            next += 1;
+            next - 1
+        })
+    });
+    index.collect()
+}
+
+/// Inputs of the rows that a pass has tried.
+#[derive(Debug)]
+pub struct Trial {
+    memory: Buffer,
+    /// Elements of a row in each group of inputs of a layer.
+    pub widths: [usize; 3],
+    /// For each layer of the model, its index among the recurrent ones.
+    index: Vec<Option<usize>>,
+    /// Rows that wait to be accepted.
+    pub rows: usize,
+}
+
+/// Inputs of a recurrence: of the rows of a chunk, and, for the delta rule, decay and strength of some of them.
+pub type TrialInputs = [View; 3];
+
+impl Trial {
+    /// Memory for a model; none without layers with a state.
+    pub fn bytes_for(spec: &Spec) -> Bytes {
+        let layers = recurrent_index(spec).into_iter().flatten();
+        let row: usize = spec
+            .recurrent
+            .map_or(0, |recurrent| widths(&recurrent).iter().sum());
+        Bytes::of_len(layers.count() * shape::ANSWERS_MAX * row * 4).round_up(page())
+    }
+
+    /// Allocates `bytes` as computed by [`Self::bytes_for`]; nothing if there are none.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(backend: &dyn Backend, spec: &Spec, bytes: Bytes) -> io::Result<Option<Self>> {
+        let Some(recurrent) = spec.recurrent.filter(|_| bytes > Bytes::ZERO) else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            memory: backend.allocate(bytes, Backing::OnTouch)?,
+            widths: widths(&recurrent),
+            index: recurrent_index(spec),
+            rows: 0,
+        }))
+    }
+
+    /// Memory of the inputs.
+    pub const fn memory(&self) -> &Buffer {
+        &self.memory
+    }
+
+    /// Inputs of a layer of the model: of all `rows`, and of `some` of them; `None` for attention layers.
+    pub fn inputs(&self, layer: usize, rows: usize, some: &Range<usize>) -> Option<TrialInputs> {
+        let number = (*self.index.get(layer)?)?;
+        let [wide, second, third] = self.widths;
+        let start = number * shape::ANSWERS_MAX * (wide + second + third);
+        let (middle, end) = (start + rows * wide, start + rows * (wide + second));
+        Some([
+            self.memory.view(start..middle),
+            self.memory
+                .view(middle + some.start * second..middle + some.end * second),
+            self.memory
+                .view(end + some.start * third..end + some.end * third),
+        ])
+    }
+}
+
+/// Elements of a row in each group of inputs.
+fn widths(recurrent: &RecurrentSpec) -> [usize; 3] {
+    let heads = match recurrent {
+        RecurrentSpec::Convolution(_) => 0,
+        RecurrentSpec::Delta(spec) => spec.value_heads,
+    };
+    [recurrent.inputs(), heads, heads]
 }

@@ -81,6 +81,10 @@ impl Engine {
         expected: Expected,
         sink: mpsc::Sender<EngineEvent>,
     ) -> io::Result<Self> {
+        let model = ModelOptions {
+            keeps_conversations: options.conversations.is_some(),
+            ..model
+        };
         let shared = Arc::new(Shared::new(options));
         let progress = shared.progress().clone();
         let opener = move |path: &Path, plan: &EnginePlan| {

@@ -270,7 +270,9 @@ fn inspect(
         .and_then(|config| config.llm.as_ref())
         .filter(|llm| llm.path == model);
     let vocabulary = llm.and_then(sayable);
-    Engine::foresee(model, vocabulary.as_ref(), threads).map_err(|error| refused(&error))
+    let inspected = Engine::foresee(model, vocabulary.as_ref(), threads);
+    let inspected = inspected.map_err(|error| refused(&error))?;
+    Ok(inspected.keeping_conversations(llm.is_some_and(|llm| llm.keep_conversations)))
 }
 
 /// Returns the parameters of policy from arguments and configuration.

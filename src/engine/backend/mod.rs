@@ -48,6 +48,11 @@ pub trait Device: Send + Sync {
         Bytes::ZERO
     }
 
+    /// Whether it computes layers with a state without advancing the state.
+    fn tries_states(&self) -> bool {
+        false
+    }
+
     /// Minimum unit of memory that grows and shrinks.
     fn granule(&self) -> Bytes {
         page()

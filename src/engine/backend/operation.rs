@@ -423,6 +423,8 @@ pub struct Convolve {
     pub convolution: View,
     /// The convolution's last inputs, oldest first.
     pub history: View,
+    /// Whether the last inputs stay as before these rows, on a [device that tries states](super::Device::tries_states).
+    pub is_trial: bool,
     /// Row range within the chunk.
     pub rows: Range<usize>,
     /// Copies of the result.
@@ -460,6 +462,9 @@ pub struct Delta {
     pub state: Matrices,
     /// The convolution's last inputs, oldest first.
     pub history: View,
+    /// Whether state and last inputs stay as before these rows, which are few, on a [device that tries
+    /// states](super::Device::tries_states).
+    pub is_trial: bool,
     /// Row range within the chunk.
     pub rows: Range<usize>,
     /// Copies of the result.

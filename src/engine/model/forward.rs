@@ -8,19 +8,20 @@ use super::{
     parked::Lane,
     products::{Failure, Input, Progress, Want},
     residency,
+    trial::{self, Recurrence},
     weights::Place,
     workspace::Slot,
 };
 use crate::{
     backend::{
-        Activate, Attend, Convolve, Delta, Finish, Matrices, Norm, Operation, Prepare, Residual,
-        Rotate, Span, Types, View,
+        Activate, Attend, Finish, Matrices, Norm, Operation, Prepare, Residual, Rotate, Span,
+        Types, View,
     },
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
     reader::{Extent, Missing},
     shape::{FLAGS, WINDOW_ROWS, logits_stride},
-    spec::{ConvolutionSpec, DeltaSpec, LayerSpec, RecurrentSpec, Role, Vector},
+    spec::{LayerSpec, RecurrentSpec, Role, Vector},
 };
 use cotenant_policy::residency::LayerKind;
 
@@ -35,6 +36,8 @@ pub(super) struct Pass<'pass, 'checkpoint> {
     pub(super) rows: usize,
     /// Conversations of the chunk's rows.
     pub(super) batch: Batch,
+    /// Whether the state of the sequence stays until its rows are accepted.
+    pub(super) is_trial: bool,
     /// Pending addition of the last part's output to the residual stream, if any.
     pub(super) residual: Option<Residual>,
 }
@@ -498,13 +501,13 @@ impl Pass<'_, '_> {
         let mut first = 0;
         while first < self.rows {
             let (lane, together) = self.batch.conversation(first);
-            let rows = self
-                .preemption
-                .estimators
-                .delta
-                .rows(work_of_row)
-                .min(together)
-                .min(self.rows - first);
+            let is_trial = self.is_trial && lane.is_none();
+            let rows = match is_trial {
+                // The state stays, so that all rows begin with it.
+                true => together,
+                false => self.preemption.estimators.delta.rows(work_of_row),
+            };
+            let rows = rows.min(together).min(self.rows - first);
             let began = Instant::now();
             let some = first..first + rows;
             let state = match lane {
@@ -512,10 +515,10 @@ impl Pass<'_, '_> {
                 None => self.state(index)?,
             };
             let is_moved = matches!(state.0, Matrices::Whole(_));
-            match recurrent {
-                RecurrentSpec::Convolution(spec) => self.convolve(index, spec, state, some)?,
-                RecurrentSpec::Delta(spec) => self.delta(index, spec, state, some)?,
+            if is_trial {
+                trial::keep_inputs(self.model, index, &some)?;
             }
+            self.recur(index, recurrent, state, (some, is_trial))?;
             if let Some(lane) = lane {
                 self.move_state(index, lane, is_moved, |copy, area| (area, copy))?;
             }
@@ -596,63 +599,30 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Queues a short convolution for `rows` of a chunk; earlier rows are complete.
-    fn convolve(
+    /// Queues the recurrence of a layer for `rows` of a chunk; earlier rows are complete.
+    fn recur(
         &mut self,
         index: usize,
-        spec: &ConvolutionSpec,
-        (_, history): (Matrices, View),
-        rows: Range<usize>,
+        recurrent: &RecurrentSpec,
+        state: (Matrices, View),
+        (rows, is_trial): (Range<usize>, bool),
     ) -> Result<(), Failure> {
-        let weights = &self.model.weights;
-        let taps = weights.vector(&self.model.layout.fixed, index, Vector::Convolution);
-        let mixed = 0..self.rows * 3 * spec.channels;
-        self.model.backend.queue(Operation::Convolve(Convolve {
-            spec: *spec,
-            mixed: self.model.workspace.wide.view(mixed),
-            convolution: taps.ok_or(Failure::NoMatrix)?,
-            history,
+        let (work, heads) = (&self.model.workspace, recurrent.value_heads());
+        let of_heads = rows.start * heads..rows.end * heads;
+        let recurrence = Recurrence {
+            index,
+            inputs: [
+                work.wide.view(0..self.rows * recurrent.inputs()),
+                work.third.view(of_heads.clone()),
+                work.fourth.view(of_heads),
+            ],
+            is_trial,
             prepare: self.prepare(index, &[Role::Output], rows.start),
             rows,
-        }))?;
-        Ok(())
-    }
-
-    /// Queues the delta rule for `rows` of a chunk; earlier rows are complete.
-    fn delta(
-        &mut self,
-        index: usize,
-        spec: &DeltaSpec,
-        (state, history): (Matrices, View),
-        rows: Range<usize>,
-    ) -> Result<(), Failure> {
-        let work = &self.model.workspace;
-        let vector = |vector| {
-            let vector = self
-                .model
-                .weights
-                .vector(&self.model.layout.fixed, index, vector);
-            vector.ok_or(Failure::NoMatrix)
         };
-        let of_rows = |width: usize| rows.start * width..rows.end * width;
-        self.model.backend.queue(Operation::Delta(Delta {
-            spec: *spec,
-            epsilon: self.model.spec.epsilon,
-            mixed: work.wide.view(0..self.rows * spec.channels()),
-            gate: work.second.view(of_rows(spec.values())),
-            alpha: work.third.view(of_rows(spec.value_heads)),
-            beta: work.fourth.view(of_rows(spec.value_heads)),
-            scratch: work.mixed.from(0),
-            convolution: vector(Vector::Convolution)?,
-            decay_bias: vector(Vector::DecayBias)?,
-            decay: vector(Vector::Decay)?,
-            norm: vector(Vector::StateNorm)?,
-            state,
-            history,
-            prepare: self.prepare(index, &[Role::Output], rows.start),
-            rows,
-        }))?;
-        Ok(())
+        let operation = recurrence.operation(self.model, recurrent, state);
+        let operation = operation.ok_or(Failure::NoMatrix)?;
+        Ok(self.model.backend.queue(operation)?)
     }
 
     pub(super) fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {

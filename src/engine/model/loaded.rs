@@ -44,6 +44,8 @@ pub struct ModelOptions {
     pub context: Option<Tokens>,
     /// Conversations whose states have KV capacity beside it.
     pub conversations: u32,
+    /// Whether conversations are kept on disk: the plan then has the buffers of their transfers.
+    pub keeps_conversations: bool,
     /// Whether KV capacity is populated at once or on first touch.
     pub kv_backing: Backing,
     /// Sayable tokens; all if absent.
@@ -61,6 +63,7 @@ impl ModelOptions {
             name: None,
             context: None,
             conversations: 0,
+            keeps_conversations: false,
             kv_backing: Backing::OnTouch,
             vocabulary: None,
             helper: None,
@@ -196,7 +199,9 @@ impl Model {
         let workspace = self.workspace.bytes()
             + self.logits.bytes()
             + self.sequence.cache.aside()
+            + self.sequence.trial_bytes()
             + self.weights.staging().map_or(Bytes::ZERO, Buffer::bytes)
+            + self.saved.as_ref().map_or(Bytes::ZERO, Saved::buffer_bytes)
             + self.needs.context;
         let ring = self.weights.ring_bytes();
         Breakdown {
@@ -237,6 +242,7 @@ impl Model {
             + self.sequence.resident()
             + self.workspace.resident()
             + self.logits.resident()
+            + self.saved.as_ref().map_or(Bytes::ZERO, Saved::buffer_bytes)
             + self.needs.context
     }
 

@@ -22,6 +22,7 @@ mod saved;
 mod sequence;
 #[cfg(test)]
 mod tests;
+mod trial;
 mod weights;
 mod workspace;
 
@@ -32,4 +33,5 @@ pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;
 pub use parked::{Asked, Kept, Lane, Selected, common_prefix};
+pub(crate) use saved::with_transfers;
 pub use saved::{OnDisk, SaveDue, SaveStep, SavedCounts, SavedView};

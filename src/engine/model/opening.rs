@@ -7,6 +7,7 @@ use super::{
     experts::Experts,
     loaded::{Model, ModelOptions},
     residency,
+    saved::with_transfers,
     sequence::Sequence,
     weights::{self, Vectors, Weights},
     workspace::{Needs, Workspace},
@@ -23,7 +24,7 @@ use crate::{
     sayable::Sayable,
     shape::{self, Layout},
     spec::Spec,
-    state::RecurrentState,
+    state::{RecurrentState, Trial},
 };
 use cotenant_policy::{
     kv_type::KvType,
@@ -114,6 +115,11 @@ impl Opening {
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
+            let shape = if options.keeps_conversations {
+                with_transfers(shape)
+            } else {
+                shape
+            };
             // The first token depends on the disk: prefetch now.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
             Ok(Self {
@@ -220,6 +226,7 @@ impl Opening {
         })?;
         let Memory {
             state,
+            trial,
             workspace,
             cache,
             logits,
@@ -239,7 +246,7 @@ impl Opening {
                 experts.transpose()?,
                 (stream, disk.limit),
             ),
-            sequence: Sequence::new(cache, state, &spec.attention, plan.kv_type),
+            sequence: Sequence::new(cache, (state, trial), &spec.attention, plan.kv_type),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
                 kv_capacity: Tokens::ZERO,
@@ -328,6 +335,7 @@ pub(super) fn inspect(
 /// A model's memory apart from its weights.
 struct Memory {
     state: RecurrentState,
+    trial: Option<Trial>,
     workspace: Workspace,
     cache: KvCache,
     logits: Buffer,
@@ -367,6 +375,8 @@ impl Memory {
         Ok(Self {
             state: RecurrentState::new(backend, spec)
                 .map_err(refuse("the state", shape.state_bytes))?,
+            trial: Trial::new(backend, spec, needs.trial)
+                .map_err(refuse("drafted tokens", needs.trial))?,
             // The first pass touches these pages while it waits for the disk; `settle` populates the rest.
             workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
                 .map_err(refuse(
@@ -437,7 +447,10 @@ fn model_shape(
         })
         .unwrap_or_else(|| "model".to_owned());
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
-    shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);
+    shape.workspace_fixed_bytes = shape
+        .workspace_fixed_bytes
+        .saturating_add(needs.context)
+        .saturating_add(needs.trial);
     shape.kv.granule = shape.kv.granule.max(needs.granule);
     shape.ring_bytes = needs.ring;
     shape

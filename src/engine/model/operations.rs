@@ -12,6 +12,7 @@ use super::{
     parked::{Asked, Kept, Lane, Selected},
     pass, residency,
     saved::{Memory, SaveDue, SaveStep, Saved, SavedView},
+    trial,
 };
 use crate::{
     backend,
@@ -112,6 +113,9 @@ impl Model {
         self.weights.settle();
         self.workspace.touch();
         self.sequence.state.touch_aside();
+        if let Some(trial) = &self.sequence.trial {
+            trial.memory().touch();
+        }
         if self.sequence.position == 0 && !self.sequence.lost {
             self.sequence.state.touch();
         }
@@ -401,9 +405,19 @@ impl Model {
         }
     }
 
-    /// Removes the last tokens of a lane, or of the sequence.
+    /// Whether the last tokens of the sequence can be removed after a pass in which all of them had results.
+    pub fn takes_back(&self) -> bool {
+        self.sequence.takes_back()
+    }
+
+    /// Removes the last tokens of a lane, or of the sequence; the others of a draft are accepted.
     pub fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
         self.sequence.take_back(lane, tokens);
+        let tried = self.sequence.trial.as_ref().map_or(0, |trial| trial.rows);
+        if lane.is_none() && tried > 0 {
+            let accepted = trial::accept(self, tried.saturating_sub(tokens as usize));
+            self.sequence.note(accepted);
+        }
     }
 
     /// As [`Self::kv_precision`], of a lane.

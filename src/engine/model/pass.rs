@@ -32,7 +32,7 @@ pub(super) fn run(
     if let Some(error) = &model.sequence.broken {
         return Err(error.clone().into());
     }
-    if model.sequence.lost {
+    if model.sequence.lost || model.sequence.is_tried() {
         return Err(ForwardError::SequenceLost);
     }
     let needed = admit(model, tokens)?;
@@ -48,6 +48,7 @@ pub(super) fn run(
         needed,
         rows: 0,
         batch: Batch::default(),
+        is_trial: false,
         residual: None,
     };
     let result = pass.chunks(tokens, &mut each);
@@ -79,7 +80,7 @@ pub(super) fn run_together(
         });
     }
     let has_own = !batch.own().is_empty();
-    if has_own && model.sequence.lost {
+    if has_own && (model.sequence.lost || model.sequence.is_tried()) {
         return Err(ForwardError::SequenceLost);
     }
     for span in spans {
@@ -94,6 +95,8 @@ pub(super) fn run_together(
     if has_own {
         mark_if_wanted(model);
     }
+    let is_draft = |span: &Span<'_>| span.lane.is_none() && span.scored > 1;
+    let is_trial = model.sequence.trial.is_some() && spans.iter().any(is_draft);
     let own = u32::try_from(batch.own().len()).unwrap_or(u32::MAX);
     let end = model.sequence.position.saturating_add(own);
     let needed = model.sequence.kept().max(end);
@@ -122,6 +125,7 @@ pub(super) fn run_together(
         needed,
         rows: tokens.len(),
         batch,
+        is_trial,
         residual: None,
     };
     pass.model.weights.expect_head(true);
@@ -137,13 +141,17 @@ pub(super) fn run_together(
     if result.is_ok() {
         model.sequence.position = end;
         lanes().for_each(|(lane, tokens)| model.sequence.extend(lane, tokens));
-        if has_own {
+        if has_own && !is_trial {
             mark_if_wanted(model);
         }
     } else {
         // The readers, and states of lanes, may have stopped in the middle of the pass.
         model.restart_stream();
-        model.sequence.lost |= has_own;
+        if is_trial {
+            model.sequence.forget_trial();
+        } else {
+            model.sequence.lost |= has_own;
+        }
         lanes().for_each(|(lane, _)| model.sequence.lose(lane));
     }
     if let Some(plan) = preemption.take_later() {

@@ -23,4 +23,5 @@ pub(super) use tier::{Memory, Saved};
 pub use tier::{OnDisk, SavedCounts, SavedView};
 #[cfg(test)]
 pub(super) use transfers::Hindrance;
+pub(crate) use transfers::with_transfers;
 pub use writing::{SaveDue, SaveStep};

@@ -23,7 +23,7 @@ use crate::{
     backend::{Backend, DeviceError},
     kv::{Copy as KvCopy, KvCache, KvError, Resized},
     spec::{AttentionSpec, POSITIONS_MAX},
-    state::RecurrentState,
+    state::{RecurrentState, Trial},
 };
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::{Bytes, Tokens};
@@ -50,6 +50,8 @@ pub(super) struct Sequence {
     parked: AllParked,
     /// Whether the last pass did not complete.
     pub(super) lost: bool,
+    /// Drafted tokens that the state has not advanced by, if the backend tries them.
+    pub(super) trial: Option<Trial>,
     /// Device error from a call that cannot return it; the next pass reports it.
     pub(super) broken: Option<DeviceError>,
 }
@@ -67,7 +69,7 @@ pub(super) enum Restored {
 impl Sequence {
     pub(super) fn new(
         cache: KvCache,
-        state: RecurrentState,
+        (state, trial): (RecurrentState, Option<Trial>),
         attention: &AttentionSpec,
         kv_precision: KvType,
     ) -> Self {
@@ -87,12 +89,36 @@ impl Sequence {
             conversation: Conversation::default(),
             parked: AllParked::default(),
             lost: false,
+            trial,
             broken: None,
         }
     }
 
+    /// Whether tried tokens are neither accepted nor taken back.
+    pub(super) fn is_tried(&self) -> bool {
+        self.trial.as_ref().is_some_and(|trial| trial.rows > 0)
+    }
+
+    /// Forgets tokens that were tried.
+    pub(super) fn forget_trial(&mut self) {
+        if let Some(trial) = &mut self.trial {
+            trial.rows = 0;
+        }
+    }
+
+    /// Memory for tokens that are tried.
+    pub(super) fn trial_bytes(&self) -> Bytes {
+        let trial = self.trial.as_ref();
+        trial.map_or(Bytes::ZERO, |trial| trial.memory().bytes())
+    }
+
+    /// Whether tokens of a draft can be taken back.
+    pub(super) fn takes_back(&self) -> bool {
+        !self.cache.has_windows() && (!self.needs_marks() || self.trial.is_some())
+    }
+
     /// Keeps an error for the next pass.
-    fn note(&mut self, result: Result<(), DeviceError>) {
+    pub(super) fn note(&mut self, result: Result<(), DeviceError>) {
         if let Err(error) = result {
             self.broken.get_or_insert(error);
         }
@@ -100,12 +126,15 @@ impl Sequence {
 
     /// Bytes of it that are in memory.
     pub(super) fn resident(&self) -> Bytes {
-        self.cache.resident() + self.state.resident()
+        let trial = self.trial.as_ref();
+        let trial = trial.map_or(Bytes::ZERO, |trial| trial.memory().resident());
+        self.cache.resident() + self.state.resident() + trial
     }
 
     /// Drops the sequence.
     pub(super) fn reset(&mut self, backend: &mut dyn Backend) {
         self.position = 0;
+        self.forget_trial();
         self.dropped.forget();
         self.marks.clear();
         self.release_copies();

@@ -32,6 +32,7 @@ mod parting;
 mod refusing;
 mod saved;
 mod together;
+mod trial;
 mod turns;
 mod windows;
 
@@ -69,6 +70,7 @@ fn open_on(
 ) -> Model {
     let options = ModelOptions {
         vocabulary: said.cloned(),
+        keeps_conversations: true,
         ..ModelOptions::for_threads(1)
     };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);

@@ -7,6 +7,7 @@ use crate::{
     backend::{Backend, Buffer, Copies, Device, Limits, Types},
     shape::{self, Layout, Widths},
     spec::Spec,
+    state::Trial,
 };
 use cotenant_units::Bytes;
 
@@ -17,6 +18,8 @@ pub(super) struct Needs {
     pub(super) copies: Bytes,
     /// Scratch of attention, for any number of tokens.
     pub(super) scratch: Bytes,
+    /// Inputs of layers with a state, of drafted tokens that are tried.
+    pub(super) trial: Bytes,
     /// Fixed memory of the device context.
     pub(super) context: Bytes,
     /// Granularity of changes to the KV cache.
@@ -35,6 +38,10 @@ impl Needs {
                 scratch.unwrap_or_default()
             } else {
                 Bytes::ZERO
+            },
+            trial: match device.tries_states() {
+                true => Trial::bytes_for(spec),
+                false => Bytes::ZERO,
             },
             context: device.context_bytes(&Limits::of(spec, layout.parts.len())),
             granule: device.granule(),

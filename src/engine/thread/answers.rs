@@ -398,7 +398,7 @@ impl Worker {
         if let Err(error) = self.compute(&[span], &[answer.id]) {
             return self.failed(answer.id, &rows, error);
         }
-        self.speed.took(scored, began.elapsed());
+        let mut took = began.elapsed();
         self.sequence.append(&mut answer.next);
         let mut accepted = 0;
         let said = loop {
@@ -417,9 +417,11 @@ impl Worker {
         self.engine_loop.drafted(draft.len(), accepted);
         if let Some(model) = self.model.as_mut() {
             // Non-finite results reset the sequence.
-            let kept = position_of(&self.sequence);
+            let (kept, began) = (position_of(&self.sequence), Instant::now());
             model.take_back(None, model.position().saturating_sub(kept));
+            took += began.elapsed();
         }
+        self.speed.took(scored, took);
         said
     }
 

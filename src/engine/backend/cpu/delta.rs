@@ -28,6 +28,9 @@ pub(crate) fn delta<'op>(
     let (channels, dim, taps, rows) = (spec.channels(), spec.head_dim, spec.taps, job.rows.len());
     let (key_heads, value_heads) = (spec.key_heads, spec.value_heads);
     let scratch = Share::new(access.write(&job.scratch)?);
+    if job.is_trial && rows > TOKENS_TOGETHER {
+        return Err(DeviceError::new("too many tokens are tried at once"));
+    }
     let history = Share::new(access.write(&job.history)?);
     let all = access.write(&job.mixed)?;
     let (from, values) = (job.rows.start, spec.values());
@@ -54,7 +57,7 @@ pub(crate) fn delta<'op>(
             }
             silu_row(isa, out);
         }
-        for tap in 0..taps - 1 {
+        for tap in 0..if job.is_trial { 0 } else { taps - 1 } {
             let newest = source(rows + tap);
             // SAFETY: each channel belongs to one item; the row read is a later one or from the chunk.
             unsafe { history.slice(tap * channels + from, count) }.copy_from_slice(newest);
@@ -79,6 +82,7 @@ pub(crate) fn delta<'op>(
     let norm = access.read(&job.norm)?;
     pool.run(value_heads, &|head| {
         let source = head % key_heads;
+        let mut tried = Vec::new();
         for first in (0..rows).step_by(TOKENS_TOGETHER) {
             let count = TOKENS_TOGETHER.min(rows - first);
             let part = |row: usize, from: usize| {
@@ -111,11 +115,17 @@ pub(crate) fn delta<'op>(
             };
             let end = (head + 1) * dim * dim;
             let mut at = head * dim * dim;
+            let most = if job.is_trial { TRIED_ROWS } else { dim } * dim;
             while at < end {
                 // SAFETY: each head is one item.
-                let part = unsafe { state.part(at..end) };
+                let mut part = unsafe { state.part(at..end.min(at + most)) };
                 if part.is_empty() {
                     break;
+                }
+                if job.is_trial {
+                    tried.clear();
+                    tried.extend_from_slice(part);
+                    part = &mut tried;
                 }
                 let rows = (at / dim % dim, part.len() / dim);
                 at += part.len();
@@ -289,6 +299,8 @@ kernel! {
     }
 }
 
+/// Rows of a state that are copied for a trial at once: they stay in the first-level cache.
+const TRIED_ROWS: usize = 16 * ROWS_TOGETHER;
 /// Channels of one item of the convolution.
 pub(super) const CHANNELS_PER_ITEM: usize = 256;
 /// The longest convolution, see `spec`.

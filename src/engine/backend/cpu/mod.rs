@@ -130,6 +130,10 @@ impl Device for CpuDevice {
         attention::scratch_bytes(spec, self.0.max(1))
     }
 
+    fn tries_states(&self) -> bool {
+        true
+    }
+
     fn start(&self, _: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(Cpu::new(self.0).map_err(LoadErrorKind::Threads)?))
     }

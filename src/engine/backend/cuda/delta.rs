@@ -8,6 +8,9 @@ use crate::backend::{Delta, DeviceError, Matrices};
 
 impl Launcher {
     pub(super) fn delta(&mut self, job: &Delta) -> Result<(), DeviceError> {
+        if job.is_trial {
+            return Err(DeviceError::new("this device does not try states"));
+        }
         let spec = &job.spec;
         let (rows, channels, values) = (job.rows.len(), spec.channels(), spec.values());
         let [of_one, of_inputs, of_chunk, of_results] = match spec.head_dim {

@@ -223,6 +223,12 @@ impl Saved {
         self.stamp = Some(stamp);
     }
 
+    /// Memory of the buffers between the disk and the KV cache.
+    pub(in crate::model) fn buffer_bytes(&self) -> Bytes {
+        let disk = self.disk.as_ref();
+        disk.map_or(Bytes::ZERO, |(_, transfers)| transfers.bytes())
+    }
+
     pub(super) fn bytes_of(&self, saved: &SavedConversation) -> Bytes {
         Bytes::of_len(
             saved

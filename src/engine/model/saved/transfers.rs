@@ -26,6 +26,7 @@ use crate::{
     arena::{Backing, Mapping},
     disk::DiskTimeout,
 };
+use cotenant_policy::residency::ModelShape;
 use cotenant_units::{Bytes, lock::locked};
 
 /// The transfer threads and the buffers that they do not use.
@@ -185,20 +186,35 @@ impl Transfers {
         self.limit = limit;
     }
 
-    /// Whether no job is in flight, after receiving the results of earlier series.
+    /// Whether no job is in flight, after receiving the results of earlier series, whose buffers are freed.
     ///
     /// # Errors
     /// As [`Self::take`].
     pub(super) fn is_idle(&mut self) -> io::Result<bool> {
-        while let Some(done) = self.take(Duration::ZERO)? {
-            self.buffers.extend(done.buffer);
-        }
+        while self.take(Duration::ZERO)?.is_some() {}
         Ok(self.in_flight == 0)
+    }
+
+    /// Memory of the buffers: all of it while a transfer runs, none while the disk rests.
+    pub(super) fn bytes(&self) -> Bytes {
+        if self.buffers.is_empty() && self.in_flight == 0 {
+            return Bytes::ZERO;
+        }
+        Bytes::of_len(PIECE * BUFFERS)
     }
 
     /// Frees the buffers that are not in use.
     pub(super) fn rest(&mut self) {
         self.buffers.clear();
+    }
+}
+
+/// The shape of a model with conversations on disk: every plan has the buffers of its transfers.
+pub(crate) fn with_transfers(shape: ModelShape) -> ModelShape {
+    let buffers = Bytes::of_len(PIECE * BUFFERS);
+    ModelShape {
+        workspace_fixed_bytes: shape.workspace_fixed_bytes.saturating_add(buffers),
+        ..shape
     }
 }
 

@@ -104,6 +104,10 @@ impl Device for Late {
         CpuDevice(2).scratch_bytes(spec)
     }
 
+    fn tries_states(&self) -> bool {
+        true
+    }
+
     fn start(&self, _: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(LateBackend {
             inner: Cpu::new(2).map_err(LoadErrorKind::Threads)?,

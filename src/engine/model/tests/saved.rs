@@ -223,14 +223,20 @@ fn a_reload_gives_way_to_a_shed_and_keeps_what_it_has_read() {
         prompt: &next,
         request: 0,
     };
+    let rests = talk.model.breakdown().total;
     assert_eq!(talk.model.begin_reload(&[], asked, DUE.token), Some(true));
     for _ in 0..4 {
         assert!(talk.model.reload(Duration::from_secs(1)));
     }
+    let beside = talk.model.breakdown().total.saturating_sub(rests);
+    assert_eq!(beside, Bytes::from_mib(2), "buffers of the transfers");
+    talk.check();
     let report = talk.model.apply(&plan_of(640, 64, KvType::F16)).unwrap();
     assert_eq!(report.plan.kv_capacity, Tokens::new(640));
     assert!(!talk.model.reload(STEP), "it has ended");
     talk.model.apply(&plan_of(4096, 64, KvType::F16)).unwrap();
+    talk.finish();
+    assert_eq!(talk.model.breakdown().total, rests);
     talk.reload(asked);
     assert_eq!(talk.read(None, &next), 1500);
     // Ended by a request, without a shed.

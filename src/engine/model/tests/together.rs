@@ -169,8 +169,8 @@ impl House {
                     Err(error) => panic!("{error}"),
                 }
             }
-            // Neither a recurrent state nor a window supports removal.
-            Step::Draft(..) if self.model.has_copies() => {}
+            // A window does not support removal.
+            Step::Draft(..) if !self.model.takes_back() => {}
             Step::Draft(who, count, back) => {
                 let Some((lane, mut tokens)) = self.speakers[who].take() else {
                     return;
