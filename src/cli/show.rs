@@ -202,7 +202,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
 }
 
 /// Wraps a line to `columns`, with continuation lines indented; a longer word has its own line.
-fn wrapped(line: &str, columns: usize) -> String {
+pub(super) fn wrapped(line: &str, columns: usize) -> String {
     let mut shown = String::new();
     let mut width = 0;
     let indent = line.len() - line.trim_start().len();

@@ -48,11 +48,7 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
         entries.extend(contents.entries);
     }
     let story = journal::why(&entries, why.sequence).map_err(|error| {
-        CliError::failed(act, error).with_hint(why.files.is_empty().then(|| {
-            "these lines are in the supervisor's memory; for others name the journal with `--file`, by default \
-             /var/lib/cotenant/journal.ndjson"
-                .to_owned()
-        }))
+        CliError::failed(act, error).with_hint(why.files.is_empty().then(|| MEMORY_HINT.to_owned()))
     })?;
     let answer = journal::answer_to(&entries, &story.event);
     match global.output {
@@ -63,6 +59,24 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     }
     Ok(ExitCode::from(exit::OK))
 }
+
+/// Explains a line that the supervisor has in memory, or states why it cannot.
+pub(super) async fn text_of(global: &Global, sequence: u64) -> String {
+    let entries = match remembered(global).await {
+        Ok(entries) => entries,
+        Err(error) => return format!("cannot explain line {sequence}: {error}"),
+    };
+    match journal::why(&entries, sequence) {
+        Ok(story) => {
+            let answer = journal::answer_to(&entries, &story.event);
+            describe(&story, answer.as_ref())
+        }
+        Err(error) => format!("cannot explain line {sequence}: {error}\nhint: {MEMORY_HINT}"),
+    }
+}
+
+const MEMORY_HINT: &str = "the supervisor's memory has the last lines only, without readings; name the journal with \
+                           `--file`, by default /var/lib/cotenant/journal.ndjson";
 
 /// Returns the lines that the supervisor has in memory.
 async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
@@ -81,7 +95,8 @@ async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
     Ok(entries)
 }
 
-fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
+/// Parses a line of the supervisor; `None` if its kind or content is unknown.
+pub(super) fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
     let body = &line.body_json;
     let content = match line.kind() {
         EntryKind::Event => Content::Event(serde_json::from_str(body).ok()?),

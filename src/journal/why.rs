@@ -95,12 +95,12 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     };
     let back = match &asked.content {
         Content::Event(_) => 0,
-        // Actions follow their event without a gap.
+        // Actions follow their event and have its time.
         Content::Action(_) => {
             let actions = before
                 .iter()
                 .rev()
-                .take_while(|entry| matches!(entry.content, Content::Action(_)))
+                .take_while(|entry| is_action_at(entry, asked.at))
                 .count();
             actions + 1
         }
@@ -115,11 +115,10 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     let Some((event, after)) = now.split_first() else {
         return Err(WhyError::NoEvent { sequence });
     };
-    let whole = sequence - event.sequence == u64::try_from(back).unwrap_or(u64::MAX);
     let Content::Event(happened) = &event.content else {
         return Err(WhyError::NoEvent { sequence });
     };
-    if !whole {
+    if event.at != asked.at {
         return Err(WhyError::NoEvent { sequence });
     }
     let arbiter = state_before(past);
@@ -130,7 +129,7 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     });
     let count = after
         .iter()
-        .take_while(|entry| matches!(entry.content, Content::Action(_)))
+        .take_while(|entry| is_action_at(entry, event.at))
         .count();
     let (actions, later) = after.split_at(count);
     let actions = actions
@@ -144,6 +143,10 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         after: later_state,
         actions,
     })
+}
+
+fn is_action_at(entry: &JournalEntry, at: Timestamp) -> bool {
+    entry.at == at && matches!(entry.content, Content::Action(_))
 }
 
 /// Returns the arbiter after the last of these lines, rebuilt from the last complete state.
@@ -402,6 +405,29 @@ mod tests {
         assert!(chosen.deadline.is_some() && chosen.outcome.is_some());
         let answer = answer_to(&lines, &why.event).unwrap();
         assert!(super::super::render(&answer).contains("asr"));
+    }
+
+    /// The supervisor's memory has no readings.
+    #[test]
+    fn no_event_has_the_actions_of_a_missing_one() {
+        let mut lines = lines();
+        lines.retain(|line| !matches!(line.content, Content::Event(Event::Measured { .. })));
+        let last = lines.last().unwrap().sequence;
+        assert_eq!(
+            why(&lines, last).unwrap_err(),
+            WhyError::NoEvent { sequence: last }
+        );
+        let answered = lines
+            .iter()
+            .find(|line| matches!(line.content, Content::Event(Event::TargetAnswered(_))))
+            .unwrap();
+        let story = why(&lines, answered.sequence).unwrap();
+        assert!(
+            story
+                .actions
+                .iter()
+                .all(|chosen| chosen.entry.at == answered.at)
+        );
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! `cotenant top`: the state of the device on a terminal, as it changes.
 
+mod event_list;
+mod memory_chart;
 mod screen;
 
 use std::{
@@ -14,20 +16,20 @@ use ratatui::{
 };
 use tonic::transport::Channel;
 
-use self::screen::{Palette, Screen};
+use self::screen::{Palette, Reaction, Screen};
 use super::{
     Global, Output,
     exit::{self, CliError},
-    quantity,
+    quantity, why,
 };
 use cotenant_rpc::v1::{
     GetStatusRequest, GetStatusResponse, WatchEventsRequest,
     operator_service_client::OperatorServiceClient,
 };
 
-/// Shows memory by owner, the LLM's layers and context, workers and the last events, until `q`.
+/// Shows memory by owner, the LLM's layers and context, workers and the last decisions, until `q`; `?` lists the keys.
 ///
-/// Bars have colours, or with NO_COLOR the first letters of the owners.
+/// Bars and the chart of the last minutes have colours, or with NO_COLOR the first letters of the owners.
 #[derive(Debug, Args)]
 pub struct Top {
     /// Refresh interval, 100 ms to 1 min.
@@ -61,19 +63,20 @@ async fn follow(
 ) -> Result<(), CliError> {
     let interval = top.interval.clamp(INTERVAL_MIN, INTERVAL_MAX);
     let mut silent_since = None;
+    let mut due = Instant::now();
     loop {
-        match look(global, client).await {
-            Ok(status) => {
-                if screen.is_another_run(&status) {
-                    screen.events.clear();
-                }
+        if Instant::now() >= due {
+            due = Instant::now() + interval;
+            if screen.is_paused {
+                screen.recent.interrupt();
+            } else if let Ok(status) = look(global, client).await {
                 silent_since = None;
-                screen.status = status;
+                screen.observe(status);
                 // Errors are ignored: the next look reports them.
                 let _ = read_events(global, client, screen).await;
-            }
-            Err(_) => {
+            } else {
                 silent_since.get_or_insert_with(Instant::now);
+                screen.recent.interrupt();
             }
         }
         screen.silent_for = silent_since.map(|since: Instant| since.elapsed());
@@ -81,31 +84,35 @@ async fn follow(
             let area = frame.area();
             frame.render_widget(screen.text(area.width, area.height), area);
         })?;
-        if quits(interval)? {
-            return Ok(());
+        match key_until(due)?.map(|key| screen.press(key)) {
+            Some(Reaction::Quit) => return Ok(()),
+            Some(Reaction::Explain(sequence)) => {
+                let text = why::text_of(global, sequence).await;
+                screen.explain(&text, terminal.size()?.width.into());
+            }
+            Some(Reaction::Redraw) | None => {}
         }
     }
 }
 
-/// Waits for a key or the time of the next look; returns whether to end.
-fn quits(interval: Duration) -> io::Result<bool> {
-    let until = Instant::now() + interval;
-    loop {
-        if !event::poll(until.saturating_duration_since(Instant::now()))? {
-            return Ok(false);
-        }
+/// Waits for a key or the time of the next look; a new size of the terminal also ends the wait.
+fn key_until(due: Instant) -> io::Result<Option<KeyCode>> {
+    while event::poll(due.saturating_duration_since(Instant::now()))? {
         match event::read()? {
             Event::Key(key) if key.kind != KeyEventKind::Release => {
                 let interrupted =
                     key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
-                if interrupted || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc) {
-                    return Ok(true);
-                }
+                return Ok(Some(if interrupted {
+                    KeyCode::Char('q')
+                } else {
+                    key.code
+                }));
             }
-            Event::Resize(..) => return Ok(false),
+            Event::Resize(..) => break,
             _ => {}
         }
     }
+    Ok(None)
 }
 
 async fn look(
@@ -117,19 +124,14 @@ async fn look(
         .await
 }
 
-/// Adds the events since the last look; at first, the last events.
+/// Adds the events since the last look; at first, those in the supervisor's memory.
 async fn read_events(
     global: &Global,
     client: &mut OperatorServiceClient<Channel>,
     screen: &mut Screen,
 ) -> Result<(), CliError> {
-    let oldest = screen.status.last_sequence.saturating_sub(EVENTS_READ);
-    let after = screen
-        .events
-        .back()
-        .map_or(oldest, |last| last.sequence.max(oldest));
     let request = WatchEventsRequest {
-        after_sequence: after,
+        after_sequence: screen.events.last_sequence,
         boot_id: screen.status.boot_id.clone(),
         no_follow: true,
     };
@@ -138,7 +140,7 @@ async fn read_events(
         .await?;
     while let Some(response) = stream.message().await? {
         if let Some(entry) = response.entry {
-            screen.add(entry);
+            screen.events.add(entry);
         }
     }
     Ok(())
@@ -148,5 +150,3 @@ async fn read_events(
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// Longest interval: a longer one would look like a hang.
 const INTERVAL_MAX: Duration = Duration::from_secs(60);
-/// Journal lines read at once; most are readings, which are not shown.
-const EVENTS_READ: u64 = 500;

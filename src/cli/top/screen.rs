@@ -1,20 +1,24 @@
 //! Rendering of `top`: lines of a given width from one status.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{cmp::Reverse, time::Duration};
 
 use ratatui::{
+    crossterm::event::KeyCode,
     style::{Color, Modifier, Style},
     text::{Line, Span, Text},
 };
 
+use super::{
+    event_list::EventList,
+    memory_chart::{Area, Cell, Recent},
+};
 use crate::{
     exit::escaped,
     show::{self, span},
 };
-use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_rpc::{
     json::word,
-    v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
+    v1::{Engine, EngineState, GetStatusResponse, Pressure, PressureLevel},
 };
 use cotenant_units::Bytes;
 
@@ -22,12 +26,45 @@ use cotenant_units::Bytes;
 pub(super) struct Screen {
     /// The last status.
     pub status: GetStatusResponse,
-    /// Last events, newest last.
-    pub events: VecDeque<JournalEntry>,
+    /// Memory of the last minutes.
+    pub recent: Recent,
+    /// Last events and decisions.
+    pub events: EventList,
+    /// Whether the figures stay as they are.
+    pub is_paused: bool,
     /// Time for which the supervisor has not answered.
     pub silent_for: Option<Duration>,
     /// Palette of the bars.
     pub palette: Palette,
+    holder_order: HolderOrder,
+    /// Text in place of everything below the memory.
+    pane: Option<Pane>,
+}
+
+/// Order of the table of holders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HolderOrder {
+    /// By the time of their grants.
+    Granted,
+    /// The largest first.
+    Memory,
+    Name,
+}
+
+#[derive(Debug)]
+struct Pane {
+    lines: Vec<String>,
+    /// Index of its first line on the screen.
+    from: usize,
+}
+
+/// Consequence of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reaction {
+    /// Show the explanation of this line.
+    Explain(u64),
+    Quit,
+    Redraw,
 }
 
 /// Distinction of owners in bars.
@@ -58,39 +95,111 @@ struct Part {
 
 impl Screen {
     pub(super) fn new(status: GetStatusResponse) -> Self {
+        let mut recent = Recent::new();
+        recent.observe(&status);
         Self {
             status,
-            events: VecDeque::new(),
+            recent,
+            events: EventList::default(),
+            is_paused: false,
             silent_for: None,
             palette: Palette::Letters,
+            holder_order: HolderOrder::Granted,
+            pane: None,
         }
     }
 
-    /// Returns whether a status belongs to another run of the supervisor than the one shown.
-    pub(super) fn is_another_run(&self, status: &GetStatusResponse) -> bool {
-        self.status.boot_id != status.boot_id
+    /// Takes the next status. One of another run of the supervisor clears events and the chart.
+    pub(super) fn observe(&mut self, status: GetStatusResponse) {
+        if self.status.boot_id != status.boot_id {
+            self.events = EventList::default();
+            self.recent = Recent::new();
+        }
+        self.recent.observe(&status);
+        self.status = status;
     }
 
-    /// Adds an event, and drops the oldest beyond the height of any terminal.
-    pub(super) fn add(&mut self, entry: JournalEntry) {
-        let repeats = self
-            .events
-            .back()
-            .is_some_and(|last| last.summary == entry.summary);
-        if entry.name == "sampled" || entry.summary.is_empty() || repeats {
-            return;
+    /// Opens a pane with the selected event and its explanation.
+    pub(super) fn explain(&mut self, text: &str, columns: usize) {
+        let selected = self.events.selected_line().map(show::entry_text);
+        let text = format!("{}\n{text}", selected.unwrap_or_default());
+        let wrapped = text
+            .lines()
+            .map(|line| show::wrapped(&escaped(line), columns));
+        self.open(&wrapped.collect::<String>());
+    }
+
+    fn open(&mut self, text: &str) {
+        let lines = text.lines().map(str::to_owned).collect();
+        self.pane = Some(Pane { lines, from: 0 });
+    }
+
+    /// Handles a key.
+    pub(super) fn press(&mut self, key: KeyCode) -> Reaction {
+        match key {
+            KeyCode::Char('q') => return Reaction::Quit,
+            KeyCode::Esc | KeyCode::Char('?') if self.pane.is_some() => self.pane = None,
+            KeyCode::Esc if self.events.selected.is_some() => self.events.selected = None,
+            KeyCode::Esc => return Reaction::Quit,
+            KeyCode::Char('?') => self.open(HELP),
+            KeyCode::Char('p') => self.is_paused = !self.is_paused,
+            KeyCode::Char('m') => self.holder_order = HolderOrder::Memory,
+            KeyCode::Char('n') => self.holder_order = HolderOrder::Name,
+            KeyCode::Char('e') => self.events.shows_every = !self.events.shows_every,
+            KeyCode::Up => self.scroll(-1),
+            KeyCode::Down => self.scroll(1),
+            KeyCode::Enter => {
+                if let Some(line) = self.events.selected.filter(|_| self.pane.is_none()) {
+                    return Reaction::Explain(line);
+                }
+            }
+            _ => {}
         }
-        self.events.push_back(entry);
-        if self.events.len() > EVENTS_KEPT {
-            self.events.pop_front();
+        Reaction::Redraw
+    }
+
+    fn scroll(&mut self, by: isize) {
+        match &mut self.pane {
+            Some(pane) => {
+                let last = pane.lines.len().saturating_sub(1);
+                pane.from = pane.from.saturating_add_signed(by).min(last);
+            }
+            None => self.events.select(by),
         }
     }
 
     /// Renders lines of at most `width` columns and `height` rows.
     pub(super) fn text(&self, width: u16, height: u16) -> Text<'static> {
-        let columns = usize::from(width);
+        let (columns, rows) = (usize::from(width), usize::from(height));
         let mut lines = self.head(columns);
         lines.extend(self.memory(columns));
+        if let Some(pane) = &self.pane {
+            lines.push(Line::default());
+            let shown = pane.lines.iter().skip(pane.from);
+            lines.extend(shown.map(|line| Line::from(line.clone())));
+        } else {
+            let tables = self.tables(columns);
+            // The chart has three fifths of what the tables leave, the events the rest.
+            let left = rows.saturating_sub(lines.len() + tables.len() + 1);
+            let chart = (left * 3 / 5).min(CHART_ROWS_MAX);
+            if rows >= CHART_TERMINAL_ROWS && chart >= CHART_ROWS_MIN {
+                lines.extend(self.chart(columns, chart));
+            }
+            lines.extend(tables);
+            lines.extend(self.event_lines(columns, rows.saturating_sub(lines.len())));
+        }
+        lines.truncate(rows);
+        Text::from(
+            lines
+                .into_iter()
+                .map(|line| cut(line, columns))
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    /// Renders the next shed, and the tables of the LLM, of workers and of holders.
+    fn tables(&self, columns: usize) -> Vec<Line<'static>> {
+        let mut lines = Vec::new();
         if !self.status.next_shed.is_empty() {
             lines.extend(wrapped(
                 &format!("next to be shed: {}", self.status.next_shed),
@@ -119,25 +228,92 @@ impl Screen {
         }
         if !self.status.leases.is_empty() {
             lines.push(Line::default());
-            lines.extend(plain(&show::holders_table(&self.status.leases)));
+            let mut leases = self.status.leases.clone();
+            match self.holder_order {
+                HolderOrder::Granted => {}
+                HolderOrder::Memory => leases.sort_by_key(|lease| Reverse(lease.held_bytes)),
+                HolderOrder::Name => leases.sort_by(|one, other| one.name.cmp(&other.name)),
+            }
+            lines.extend(plain(&show::holders_table(&leases)));
         }
-        let left = usize::from(height).saturating_sub(lines.len() + 1);
-        if left > 0 && !self.events.is_empty() {
-            lines.push(Line::default());
-            let shown = self.events.iter().rev().take(left).rev();
-            lines.extend(
-                shown.map(|entry| {
-                    Line::from(escaped(&show::entry_text(entry)).trim_end().to_owned())
-                }),
-            );
+        lines
+    }
+
+    fn event_lines(&self, columns: usize, rows: usize) -> Vec<Line<'static>> {
+        let mut lines = vec![Line::default()];
+        if self.events.lines().is_empty() && self.events.last_sequence > 0 {
+            lines.push("no decision yet; `e` shows every event".into());
         }
-        lines.truncate(height.into());
-        Text::from(
-            lines
-                .into_iter()
-                .map(|line| cut(line, columns))
-                .collect::<Vec<_>>(),
-        )
+        lines.extend(self.events.window(rows.saturating_sub(1)).map(|entry| {
+            let text = shortened(escaped(&show::entry_text(entry)).trim_end(), columns);
+            match self.events.selected == Some(entry.sequence) {
+                true => Line::styled(text, Modifier::REVERSED),
+                false => Line::from(text),
+            }
+        }));
+        lines
+    }
+
+    /// Renders memory by owner over the last minutes, with the budget as a line.
+    fn chart(&self, columns: usize, rows: usize) -> Vec<Line<'static>> {
+        let budget = self.status.budget.unwrap_or_default().budget_bytes;
+        let label = bytes(budget);
+        let left = label.chars().count() + 3;
+        let drawn = self.recent.draw(columns.saturating_sub(left), rows, budget);
+        let mut lines = vec![Line::default()];
+        for (row, cells) in drawn.rows.iter().enumerate() {
+            let is_budget = row == drawn.budget_row;
+            let axis = match is_budget {
+                true => format!(" {label} ┤"),
+                false => format!("{:>left$}", "│"),
+            };
+            let mut spans = vec![Span::from(axis)];
+            for alike in cells.chunk_by(|one, other| one == other) {
+                spans.extend(
+                    alike
+                        .first()
+                        .map(|cell| self.cell(*cell, is_budget, alike.len())),
+                );
+            }
+            lines.push(Line::from(spans));
+        }
+        let ago = span(&prost_types::Duration {
+            seconds: i64::try_from(drawn.seconds).unwrap_or(0),
+            nanos: 0,
+        });
+        let ago = format!("{}{ago} ago", " ".repeat(left));
+        let gap = columns.saturating_sub(ago.chars().count());
+        lines.push(Line::from(format!("{ago}{:>gap$}", "now")));
+        lines
+    }
+
+    /// Renders equal cells of the chart side by side.
+    fn cell(&self, cell: Cell, is_budget: bool, width: usize) -> Span<'static> {
+        let colour = |area| match area {
+            Some(Area::Owner(hue)) => hue_colour(hue),
+            Some(Area::Unaccounted) => Color::DarkGray,
+            None => Color::Reset,
+        };
+        let letter = match if cell.eighths < 4 {
+            cell.upper
+        } else {
+            cell.lower
+        } {
+            Some(Area::Owner(hue)) => self.recent.owner(hue).chars().next().unwrap_or('x'),
+            Some(Area::Unaccounted) => '?',
+            None if is_budget => '─',
+            None => ' ',
+        };
+        let block = EIGHTHS.get(cell.eighths).copied().unwrap_or(' ');
+        let (shown, style) = match self.palette {
+            Palette::Letters => (letter, Style::new()),
+            Palette::Colours if is_budget => ('─', Style::new().bg(colour(cell.lower))),
+            Palette::Colours => {
+                let style = Style::new().fg(colour(cell.lower)).bg(colour(cell.upper));
+                (block, style)
+            }
+        };
+        self.styled(shown.to_string().repeat(width), style)
     }
 
     fn head(&self, columns: usize) -> Vec<Line<'static>> {
@@ -167,8 +343,11 @@ impl Screen {
         if status.draining {
             title.push("  draining".into());
         }
+        if self.is_paused {
+            title.push("  paused".into());
+        }
         let used: usize = title.iter().map(Span::width).sum();
-        let keys = "q quits";
+        let keys = "? help  q quits";
         if used + keys.len() + 2 <= columns {
             title.push(" ".repeat(columns - used - keys.len()).into());
             title.push(keys.into());
@@ -215,7 +394,7 @@ impl Screen {
         let Some(budget) = &self.status.budget else {
             return Vec::new();
         };
-        let mut parts = owners(&self.status.leases);
+        let mut parts = self.owners();
         let mut add = |name: &str, amount, letter, colour| {
             parts.push(Part {
                 name: name.to_owned(),
@@ -395,6 +574,23 @@ impl Screen {
         self.styled(cell.to_string().repeat(width), Style::new().fg(part.colour))
     }
 
+    /// Returns the memory of each owner, in the order of leases.
+    fn owners(&self) -> Vec<Part> {
+        let mut parts: Vec<Part> = Vec::new();
+        for lease in &self.status.leases {
+            match parts.iter_mut().find(|part| part.name == lease.tenant) {
+                Some(part) => part.amount = part.amount.saturating_add(lease.held_bytes),
+                None => parts.push(Part {
+                    name: lease.tenant.clone(),
+                    amount: lease.held_bytes,
+                    letter: lease.tenant.chars().next().unwrap_or('x'),
+                    colour: hue_colour(self.recent.hue_of(&lease.tenant).unwrap_or(0)),
+                }),
+            }
+        }
+        parts
+    }
+
     fn styled(&self, text: String, style: Style) -> Span<'static> {
         match self.palette {
             Palette::Colours => Span::styled(text, style),
@@ -403,30 +599,9 @@ impl Screen {
     }
 }
 
-/// Returns the memory of each owner, in the order of leases.
-fn owners(leases: &[Lease]) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
-    for lease in leases {
-        match parts.iter_mut().find(|part| part.name == lease.tenant) {
-            Some(part) => part.amount = part.amount.saturating_add(lease.held_bytes),
-            None => parts.push(Part {
-                name: lease.tenant.clone(),
-                amount: lease.held_bytes,
-                letter: lease.tenant.chars().next().unwrap_or('x'),
-                colour: Color::Blue,
-            }),
-        }
-    }
-    let mut others: Vec<&mut Part> = parts
-        .iter_mut()
-        .filter(|part| part.name != ENGINE_TENANT)
-        .collect();
-    others.sort_by(|one, other| one.name.cmp(&other.name));
-    let hues = OWNER_COLOURS.into_iter().cycle().skip(1);
-    for (part, hue) in others.into_iter().zip(hues) {
-        part.colour = hue;
-    }
-    parts
+fn hue_colour(hue: usize) -> Color {
+    let colour = OWNER_COLOURS.get(hue % OWNER_COLOURS.len());
+    colour.copied().unwrap_or(Color::Blue)
 }
 
 /// Divides `columns` in proportion to `amounts`: the shares add up to `columns` unless all are zero, and no non-zero
@@ -475,6 +650,20 @@ fn wrapped(text: &str, columns: usize) -> Vec<Line<'static>> {
     lines
 }
 
+/// Cuts a long event before its last clause, which is the outcome of a decision.
+fn shortened(text: &str, columns: usize) -> String {
+    if text.chars().count() <= columns {
+        return text.to_owned();
+    }
+    match text.rsplit_once("; ") {
+        Some((fact, outcome)) if outcome.chars().count() < columns / 2 => {
+            let left = columns - outcome.chars().count() - 2;
+            format!("{}; {outcome}", cut(Line::from(fact.to_owned()), left))
+        }
+        _ => text.to_owned(),
+    }
+}
+
 fn plain(table: &str) -> Vec<Line<'static>> {
     table
         .lines()
@@ -511,7 +700,7 @@ fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     Line::from(spans)
 }
 
-/// Terminal colours nearest to the hues of the page and of `plot`: the first for the LLM, the others by name.
+/// Terminal colours nearest to the hues of the page and of `plot`: the first for the LLM, others as they appeared.
 const OWNER_COLOURS: [Color; 6] = [
     Color::Blue,
     Color::Yellow,
@@ -527,16 +716,34 @@ const BAR_MAX: usize = 60;
 const BAR_MIN: usize = 8;
 /// Sequences listed (our choice).
 const SEQUENCES_SHOWN: usize = 6;
-/// More rows than any terminal has.
-const EVENTS_KEPT: usize = 300;
+/// Rows of a useful chart.
+const CHART_ROWS_MIN: usize = 5;
+/// More rows show no more (our choice).
+const CHART_ROWS_MAX: usize = 12;
+/// Lower terminals show figures only.
+const CHART_TERMINAL_ROWS: usize = 24;
+/// Blocks by the eighths that they fill, from below.
+const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+const HELP: &str = "\
+?           this list
+p           pause, continue
+m, n        sort holders by memory, by name
+e           every event instead of one line for each decision
+Up, Down    select an event; scroll its explanation
+Enter       explain the selected event, as `cotenant why` does
+Esc         close, deselect, quit
+q, Ctrl-C   quit";
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use ratatui::{Terminal, backend::TestBackend};
 
     use super::*;
     use cotenant_rpc::v1::{
-        Budget, KvType, LeaseClass, LeaseKind, Sequence, SequenceState, Worker, WorkerState,
+        Budget, EntryKind, JournalEntry, KvType, Lease, LeaseClass, LeaseKind, Sequence,
+        SequenceState, Worker, WorkerState,
     };
 
     fn lease(tenant: &str, kind: LeaseKind, mib: u64) -> Lease {
@@ -596,6 +803,20 @@ mod tests {
             .collect()
     }
 
+    fn entry(sequence: u64, summary: &str, body_json: &str) -> JournalEntry {
+        JournalEntry {
+            sequence,
+            at: Some(prost_types::Duration {
+                seconds: i64::try_from(sequence).unwrap(),
+                nanos: 0,
+            }),
+            kind: EntryKind::Event.into(),
+            summary: summary.to_owned(),
+            body_json: body_json.to_owned(),
+            ..JournalEntry::default()
+        }
+    }
+
     fn busy() -> Screen {
         let worker = |name: &str, state: WorkerState| Worker {
             name: name.to_owned(),
@@ -650,17 +871,26 @@ mod tests {
             ],
             ..GetStatusResponse::default()
         });
-        for (sequence, summary) in [
-            (1, "shed 20 MiB from the LLM for `asr`"),
-            (2, "asr is ready"),
-            (3, "asr is ready"),
+        for (sequence, summary, body) in [
+            (1, "shed 20 MiB from the LLM for `asr`", "{}"),
+            (
+                2,
+                "`asr` is wanted",
+                r#"{"event":"worker_wanted","worker":"asr"}"#,
+            ),
+            (
+                3,
+                "`asr` is ready",
+                r#"{"event":"worker_ready","worker":"asr","pid":4711}"#,
+            ),
+            (4, "`asr` is ready", "{}"),
+            (
+                5,
+                "`tts` is wanted",
+                r#"{"event":"worker_wanted","worker":"tts"}"#,
+            ),
         ] {
-            screen.add(JournalEntry {
-                sequence,
-                name: "applied".to_owned(),
-                summary: summary.to_owned(),
-                ..JournalEntry::default()
-            });
+            screen.events.add(entry(sequence, summary, body));
         }
         screen
     }
@@ -706,12 +936,120 @@ mod tests {
     #[test]
     fn each_event_is_shown_once_and_readings_are_not() {
         let mut screen = busy();
-        screen.add(JournalEntry {
+        screen.events.add(JournalEntry {
             name: "sampled".to_owned(),
-            summary: "a reading".to_owned(),
-            ..JournalEntry::default()
+            ..entry(6, "a reading", "{}")
         });
-        assert_eq!(screen.events.len(), 2);
+        assert_eq!(screen.events.lines().len(), 2);
+        screen.press(KeyCode::Char('e'));
+        assert_eq!(screen.events.lines().len(), 4);
+    }
+
+    /// A device whose LLM gave memory to a worker for half a minute.
+    fn after_a_shed() -> Screen {
+        let mut screen = busy();
+        let start = screen.status.uptime.unwrap().seconds;
+        for second in 1..=90 {
+            let mut status = screen.status.clone();
+            status.uptime.as_mut().unwrap().seconds = start + second;
+            status.next_shed.clear();
+            let engine = status.engine.as_mut().unwrap();
+            engine.sequences.clear();
+            let (llm, asr) = if (30..60).contains(&second) {
+                (120, 100)
+            } else {
+                (180, 40)
+            };
+            status.leases[0].held_bytes = llm << 20;
+            status.leases[1].held_bytes = asr << 20;
+            screen.observe(status);
+        }
+        screen
+    }
+
+    #[test]
+    fn the_last_minutes_are_a_chart_where_the_terminal_has_rows_for_it() {
+        let mut screen = after_a_shed();
+        assert!(!drawn(&screen, 80, 23).contains(" ago "));
+        insta::assert_snapshot!("top_chart", drawn(&screen, 80, 42));
+        screen.palette = Palette::Colours;
+        insta::assert_snapshot!("top_chart_coloured", drawn(&screen, 80, 42));
+        let backend = TestBackend::new(80, 42);
+        let mut terminal = Terminal::new(backend).unwrap();
+        terminal
+            .draw(|frame| frame.render_widget(screen.text(80, 42), frame.area()))
+            .unwrap();
+        let buffer = terminal.backend().buffer();
+        let hues = |column| (buffer[(column, 16)].fg, buffer[(column, 16)].bg);
+        // The LLM now; during the shed, the end of one worker below another one.
+        assert_eq!(hues(79), (Color::Blue, Color::Reset));
+        assert_eq!(hues(55), (Color::Yellow, Color::Green));
+    }
+
+    #[test]
+    fn keys_select_an_event_and_open_and_close_panes() {
+        let mut screen = after_a_shed();
+        assert_eq!(screen.press(KeyCode::Enter), Reaction::Redraw);
+        screen.press(KeyCode::Up);
+        assert_eq!(screen.press(KeyCode::Enter), Reaction::Explain(5));
+        screen.press(KeyCode::Up);
+        screen.press(KeyCode::Up);
+        assert_eq!(screen.press(KeyCode::Enter), Reaction::Explain(2));
+        screen.explain("event  2\n       at\naction \u{1b}[2J", 80);
+        screen.press(KeyCode::Down);
+        let shown = drawn(&screen, 80, 40);
+        let explained = "\n\n\nevent  2\n       at\naction \\u{1b}[2J\n";
+        assert!(shown.ends_with(explained), "{shown}");
+        screen.press(KeyCode::Char('?'));
+        screen.press(KeyCode::Char('?'));
+        screen.press(KeyCode::Char('p'));
+        insta::assert_snapshot!("top_help", drawn(&screen, 80, 40));
+        // Closes the pane, deselects, quits.
+        assert_eq!(screen.press(KeyCode::Esc), Reaction::Redraw);
+        assert_eq!(screen.press(KeyCode::Esc), Reaction::Redraw);
+        assert_eq!(screen.press(KeyCode::Esc), Reaction::Quit);
+        assert_eq!(screen.press(KeyCode::Char('q')), Reaction::Quit);
+    }
+
+    #[test]
+    fn a_long_event_keeps_its_outcome() {
+        let text = "the LLM sheds 30 MiB for a reason; 30 MiB verified back";
+        assert_eq!(shortened(text, 80), text);
+        assert_eq!(
+            shortened(text, 50),
+            "the LLM sheds 30 MiB for a …; 30 MiB verified back"
+        );
+        assert_eq!(shortened(text, 30), text);
+    }
+
+    #[test]
+    fn holders_are_sorted_by_memory_or_name() {
+        let mut screen = busy();
+        screen.status.leases[0].held_bytes = 1 << 20;
+        let order = |screen: &Screen| {
+            let text = drawn(screen, 80, 60);
+            let names = text
+                .lines()
+                .filter_map(|line| line.split_once("#1").map(|it| it.0.to_owned()));
+            names.collect::<Vec<_>>()
+        };
+        assert_eq!(order(&screen), ["llm", "asr", "tts"]);
+        screen.press(KeyCode::Char('m'));
+        assert_eq!(order(&screen), ["asr", "tts", "llm"]);
+        screen.press(KeyCode::Char('n'));
+        assert_eq!(order(&screen), ["asr", "llm", "tts"]);
+    }
+
+    #[test]
+    fn another_run_of_the_supervisor_clears_events_and_chart() {
+        let mut screen = after_a_shed();
+        let boot_id = "two".to_owned();
+        screen.observe(GetStatusResponse {
+            boot_id,
+            ..screen.status.clone()
+        });
+        assert_eq!(screen.events.last_sequence, 0);
+        assert!(screen.events.lines().is_empty());
     }
 
     proptest! {
