@@ -277,7 +277,7 @@ fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
     }
 }
 
-/// Embeds a text as its length, its number in the part, and 0.5.
+/// Embeds a text as its length, its number in the part, and further numbers of 0.5.
 impl EmbeddingBackend for Scripted {
     fn embed(&self, request: EmbedRequest) -> BoxFuture<'_, Result<Embeddings, Refusal>> {
         let script = Arc::clone(&self.0);
@@ -285,16 +285,16 @@ impl EmbeddingBackend for Scripted {
             if let Some(refusal) = script.refusal() {
                 return Err(refusal);
             }
+            let length = request.dimensions.unwrap_or(3) as usize;
             let vectors = request
                 .texts
                 .iter()
                 .zip(0u16..)
                 .map(|(text, number)| {
-                    vec![
-                        f32::from(u8::try_from(text.len()).unwrap()),
-                        f32::from(number),
-                        0.5,
-                    ]
+                    let text = f32::from(u8::try_from(text.len()).unwrap());
+                    let mut vector = vec![text, f32::from(number)];
+                    vector.resize(length, 0.5);
+                    vector
                 })
                 .collect();
             let tokens = request.texts.len() as u64;
