@@ -1,6 +1,9 @@
 //! Device of the control loop: performs actions on engine, workers and machine.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use super::{
     control_handle::ControlHandle, control_loop::Perform, engine::EngineDriver, figures::Figures,
@@ -109,6 +112,7 @@ impl Perform for Device {
         // First: the state that a caller is shown must survive an immediate kill of this process.
         self.accounts.handoff.keep(arbiter);
         self.control.publish(Arc::clone(&state));
+        self.control.history().observe(SystemTime::now(), &state);
         let last_end = |worker: &str| self.workers.last_end(worker);
         self.accounts.figures.turn(&state, actions, last_end);
     }

@@ -92,9 +92,12 @@ impl Default for Kept {
 }
 
 impl History {
-    /// Records the state at a time.
+    /// Records the state at a time, unless the history is being read: the loop does not wait, and the next state follows
+    /// within a second.
     pub(super) fn observe(&self, at: SystemTime, state: &Snapshot) {
-        locked(&self.kept).observe(seconds(at), state);
+        if let Ok(mut kept) = self.kept.try_lock() {
+            kept.observe(seconds(at), state);
+        }
     }
 
     /// Records an answer: its time to the first token, if known, its further tokens, and the time for them.
