@@ -91,10 +91,13 @@ impl Channels {
     fn step(&mut self, pieces: &mut Vec<Piece>) -> bool {
         match self.place.clone() {
             Place::Header => {
-                let kind = match self.held.split_once(MESSAGE) {
-                    Some((header, _)) if is_header(header) => {
+                let end = self.held.find(MESSAGE).map(|at| at + MESSAGE.len());
+                let whole = end.and_then(|end| self.held.get(..end));
+                let kind = match whole {
+                    // With its end, since a part of a tag before it begins no header.
+                    Some(header) if is_header(header) => {
                         let kind = kind_of(header);
-                        self.held.drain(..header.len() + MESSAGE.len());
+                        self.held.drain(..header.len());
                         kind
                     }
                     None if is_header(&self.held) => return false,

@@ -164,6 +164,10 @@ fn messages_of_gpt_oss_are_thoughts_text_and_calls_by_their_headers() {
         thoughts: Thoughts::Channels { in_text },
         tools,
     };
+    assert_eq!(
+        read(channels(false, None), &["<<|message|>"]),
+        [text("<<|message|>")]
+    );
     let with_tools = channels(false, Some(ToolFormat::Channels));
     let hall = || call("set_light", r#"{"room":"hall"}"#);
     let thought = "<|channel|>analysis<|message|>It is dark.<|end|><|start|>assistant";
