@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     fs::File,
-    io::{self, BufRead, BufReader, Seek, SeekFrom},
+    io::{self, BufRead, BufReader, Read as _, Seek, SeekFrom},
     path::{Path, PathBuf},
 };
 
@@ -64,7 +64,8 @@ pub fn recent(
 fn each_line(file: &File, mut take: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
     let mut reader = BufReader::new(file);
     let mut line = Vec::new();
-    while reader.read_until(b'\n', &mut line)? > 0 && take(&line) {
+    // The parts of a longer line are damaged lines.
+    while (&mut reader).take(LINE_MAX).read_until(b'\n', &mut line)? > 0 && take(&line) {
         line.clear();
     }
     Ok(())
@@ -92,6 +93,9 @@ impl Head {
         }
     }
 }
+
+/// Our choice: many times the complete state of 64 workers and as many leases as are allowed, in bytes.
+const LINE_MAX: u64 = 16 << 20;
 
 /// Number, run, times and kind of a line take some 150 bytes.
 const HEAD_BYTES: usize = 224;
