@@ -305,7 +305,7 @@ fn compare_drafts(
 fn drafts_change_no_token_whatever_plans_arrive() {
     let open = |options| Loaded::with(&tiny(Architecture::Qwen3), options, 1, plan(5, 4096));
     let ask = |_: &Loaded, number| repeating(number, number);
-    compare_drafts(&open, 5, &ask, (SPEAKERS, 100));
+    compare_drafts(&open, 5, &ask, (SPEAKERS, 101));
 }
 
 #[test]
