@@ -3,8 +3,9 @@
 //! Two engines answer the same questions alternately, one with drafts and one without, with all layers resident and
 //! with half of them streamed. One question asks for a text that repeats its prompt, one for a text that does not.
 //!
-//! With `--accept`, the model verifies tokens of a simulated source that costs nothing, of which each is accepted with the
-//! same probability: the most that any source can gain.
+//! With `--accept`, the model verifies tokens of which each is accepted with the same probability: those of a simulated source
+//! that costs nothing, the most that any source can gain; or as many as its draft block computes, if it has one, in the time
+//! that it takes.
 
 use std::{
     path::PathBuf,
@@ -63,7 +64,15 @@ pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
         ..shape.full_plan(&PlanLimits::new(&EngineParams::default(), Tokens::ZERO))
     };
     let half = EnginePlan {
-        resident: full.resident.iter().copied().step_by(2).collect(),
+        resident: full
+            .resident
+            .iter()
+            .copied()
+            .filter(|part| {
+                let part = (part % 2, shape.layers.get(*part as usize));
+                part.0 == 0 || part.1.is_some_and(|part| !part.is_streamed())
+            })
+            .collect(),
         ..full.clone()
     };
     for (name, plan, limit) in [
@@ -189,8 +198,11 @@ fn verified(
     depth: usize,
 ) -> Result<f64, ForwardError> {
     let (mut tokens, began) = (0, Instant::now());
+    let mut held = vec![0; model.position() as usize];
     while tokens < SIMULATED {
         let rows: Vec<u32> = (0..=depth).map(|_| random.below(1000)).collect();
+        held.extend(rows.first());
+        model.draft(&held, depth, &mut || true)?;
         let accepts = |_: &usize| random.below(100) < u32::from(percent);
         let accepted = (0..depth).take_while(accepts).count();
         let span = Span {
@@ -205,6 +217,7 @@ fn verified(
         }
         let rejected = u32::try_from(depth - accepted).unwrap_or(0);
         model.take_back(None, rejected);
+        held.extend(rows.iter().skip(1).take(accepted));
         tokens += 1 + u32::try_from(accepted).unwrap_or(0);
     }
     Ok(began.elapsed().as_secs_f64() / f64::from(tokens))

@@ -431,7 +431,9 @@ fn inspect(sheet: &mut Sheet, config: &Config) -> Result<Option<Inspected>, u8> 
         Some(THIS_PROGRAM.into()),
     ) {
         Ok(inspected) => Ok(Some(
-            inspected.keeping_conversations(llm.keep_conversations),
+            inspected
+                .keeping_conversations(llm.keep_conversations)
+                .drafting(llm.drafts),
         )),
         Err(error) => {
             let beside = models_beside(&llm.path);

@@ -209,7 +209,7 @@ pub struct LlmConfig {
     pub threads: Option<u32>,
     /// Answers computed together; `None` for as many as the model supports. 1 to 8.
     pub parallel: Option<u32>,
-    /// Whether repetitions of prompt and answer are used as drafts. Default true.
+    /// Whether tokens are drafted, from repetitions or by the model's own block. Default true.
     pub drafts: bool,
     /// Conversations whose states have KV capacity beside `context`. Default 4, 0 to 64.
     pub conversations: u32,

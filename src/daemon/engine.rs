@@ -82,7 +82,7 @@ impl Inspector {
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, compute) = (sayable(llm), compute(llm));
-        let keeps = llm.keep_conversations;
+        let (keeps, drafts) = (llm.keep_conversations, llm.drafts);
         let weights = Arc::new(Mutex::new(None));
         let known = Arc::clone(&weights);
         let tried = Arc::<Mutex<Option<Identity>>>::default();
@@ -96,7 +96,8 @@ impl Inspector {
                 tensors,
                 ..
             } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?
-                .keeping_conversations(keeps);
+                .keeping_conversations(keeps)
+                .drafting(drafts);
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
@@ -420,9 +421,10 @@ pub(super) fn start_engine(
             conversations.display()
         );
     }
+    let drafts = llm.drafts;
     let options = EngineOptions {
         answers_max: llm.parallel.map_or(usize::MAX, |most| most as usize),
-        drafts: llm.drafts,
+        drafts,
         conversations: llm.keep_conversations.then_some(conversations),
         ..EngineOptions::default()
     };
@@ -434,6 +436,7 @@ pub(super) fn start_engine(
             name: Some(name.clone()),
             context: Some(context),
             conversations: beside,
+            drafts,
             keeps_conversations: keeps,
             kv_backing,
             vocabulary: vocabulary.clone(),

@@ -32,7 +32,7 @@ use super::{
 use cotenant_policy::{
     compute::Compute,
     kv_type::KvType,
-    residency::{EnginePlan, ModelShape},
+    residency::{EnginePlan, LayerKind, ModelShape},
     speed::Calibration,
 };
 use cotenant_units::{Bytes, Tokens, page};
@@ -91,12 +91,17 @@ impl GgufModel {
         vocabulary: Option<&Sayable>,
         compute: Compute,
     ) -> Result<(Inspected, Header), LoadError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
+        let (shape, header, draft_bytes) = Model::inspect_drafts(path, vocabulary, compute)?;
         let text = TextSide::bytes_max(&header);
+        let drafts = shape
+            .layers
+            .iter()
+            .any(|part| part.kind == LayerKind::Draft);
         let inspected = Inspected {
             shape: with_text(shape, text),
+            draft_bytes,
             text,
-            unused: spec::unused(&header),
+            unused: spec::unused(&header, drafts),
             without_template: without_template(&header),
             tensors: TensorGroup::of(&header),
             file_bytes: header.file_bytes(),
@@ -326,6 +331,16 @@ impl LanguageModel for GgufModel {
 
     fn takes_back(&self) -> bool {
         self.model.takes_back()
+    }
+
+    fn drafts(&self) -> bool {
+        self.model.drafts()
+    }
+
+    fn draft(&mut self, tokens: &[u32], most: usize, go_on: &mut dyn FnMut() -> bool) -> Vec<u32> {
+        // A failure ends the draft; what causes it fails the next pass too.
+        let drafted = self.model.draft(tokens, most, go_on);
+        drafted.unwrap_or_default()
     }
 
     fn slice_max(&self) -> usize {

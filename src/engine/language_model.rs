@@ -141,6 +141,22 @@ pub trait LanguageModel {
         true
     }
 
+    /// Whether a draft block is in memory.
+    fn drafts(&self) -> bool {
+        false
+    }
+
+    /// Drafts up to `most` tokens after `tokens`, the sequence and the token after it, by the draft block; polls `go_on`
+    /// after each.
+    fn draft(
+        &mut self,
+        _tokens: &[u32],
+        _most: usize,
+        _go_on: &mut dyn FnMut() -> bool,
+    ) -> Vec<u32> {
+        Vec::new()
+    }
+
     /// Maximum number of the sequence's tokens in the next pass.
     fn slice_max(&self) -> usize {
         self.rows_max()

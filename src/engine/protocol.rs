@@ -11,7 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
-    model::{ExpertCounts, Kept, SavedView, with_transfers},
+    model::{ExpertCounts, Kept, SavedView, with_transfers, without_drafts},
     tensor_group::TensorGroup,
 };
 use cotenant_policy::{
@@ -388,6 +388,8 @@ pub(super) enum Command {
 pub struct Inspected {
     /// The model's memory layout.
     pub shape: ModelShape,
+    /// Fixed memory for drafts.
+    pub draft_bytes: Bytes,
     /// The tokenizer's share of the fixed memory, including the process for grammars and chat templates.
     pub text: Bytes,
     /// Contents of the file besides the text model, with their sizes: they are not loaded.
@@ -401,6 +403,15 @@ pub struct Inspected {
 }
 
 impl Inspected {
+    /// The same without memory for drafts, unless the engine `drafts`.
+    #[must_use]
+    pub fn drafting(mut self, drafts: bool) -> Self {
+        if !drafts {
+            self.shape = without_drafts(self.shape, self.draft_bytes);
+        }
+        self
+    }
+
     /// The same with the buffers for conversations on disk, if the engine `keeps` them there.
     #[must_use]
     pub fn keeping_conversations(mut self, keeps: bool) -> Self {

@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 mod cache;
 
 pub(super) use self::cache::WINDOW_ROWS;
-pub use self::cache::{kv_shape, layer_state_bytes, sequence_state_bytes};
+pub use self::cache::{draft_kv, kv_shape, layer_state_bytes, sequence_state_bytes};
 use self::cache::{narrow, window_bytes};
 use super::{
     gguf::{GgmlDType, Header, TensorInfo},
@@ -18,12 +18,15 @@ use cotenant_units::{Bytes, Tokens, page};
 /// The layout of a model.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// Independently resident units in the order of use: layers, tensor groups of large layers, then tiles of the head.
+    /// Independently resident units in the order of use: layers, tensor groups of large layers, tiles of the head, the draft
+    /// block.
     pub parts: Vec<PartLayout>,
-    /// For each layer, the part that contains each of its matrices.
+    /// For each layer, and the draft block, the part that contains each of its matrices.
     pub layers: Vec<Vec<usize>>,
     /// The parts that are tiles of the output head.
     pub head: Range<usize>,
+    /// The part that is the draft block, if there is one.
+    pub draft: Option<usize>,
     /// Rooms for experts, if the model is a mixture.
     pub experts: Option<ExpertLayout>,
     /// Memory resident in every plan.
@@ -196,20 +199,31 @@ impl Layout {
         for (number, slabs) in head_tiles(spec, least).into_iter().enumerate() {
             parts.push(PartLayout::of(None, number, slabs, piece));
         }
+        let head = head..parts.len();
         let slot = parts
             .iter()
             .flat_map(|part| &part.pieces)
             .map(|piece| piece.extent.aligned_bytes())
             .max()
             .unwrap_or(0);
-        let streamed = parts.iter().filter(|part| part.is_streamed());
+        // Experts have no pieces.
+        let streamed = parts.iter().filter(|part| !part.pieces.is_empty());
         let weights: usize = streamed.map(|part| part.arena.as_len()).sum();
         // Whole pieces, so that no part of the ring is idle.
         let slots = (weights / RING_SHARE)
             .clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES))
             / slot.max(1);
+        let draft = spec.draft.as_ref().map(|block| {
+            let slabs = block.matrices.iter().enumerate();
+            let slabs = slabs.filter_map(|(number, matrix)| Slab::of(number, matrix));
+            layers.push(vec![parts.len(); block.matrices.len()]);
+            let index = Some(spec.layers.len());
+            parts.push(PartLayout::of(index, 0, slabs.collect(), piece));
+            parts.len() - 1
+        });
         Self {
-            head: head..parts.len(),
+            head,
+            draft,
             parts,
             layers,
             experts,
@@ -232,13 +246,15 @@ impl Layout {
         let layers = self
             .parts
             .iter()
-            .map(|part| {
-                let kind = part
-                    .layer
-                    .and_then(|layer| spec.layers.get(layer))
-                    .map_or(LayerKind::Head, |layer| layer.kind);
+            .enumerate()
+            .map(|(index, part)| {
+                let kind = match part.layer.and_then(|layer| spec.layers.get(layer)) {
+                    Some(layer) => layer.kind,
+                    None if self.draft == Some(index) => LayerKind::Draft,
+                    None => LayerKind::Head,
+                };
                 let shape = LayerShape::new(kind, narrow(part.number), part.arena);
-                match spec.experts.filter(|_| !part.is_streamed()) {
+                match spec.experts.filter(|_| part.pieces.is_empty()) {
                     None => shape,
                     Some(experts) => LayerShape {
                         kind: LayerKind::Experts,
@@ -272,6 +288,15 @@ impl Layout {
             workspace_bytes_per_token: self.widths.bytes().saturating_add(activations),
             ring_bytes: self.ring,
         }
+    }
+}
+
+impl Layout {
+    /// Whether the ring brings a part while it is not resident: experts are read one by one, and the draft block is not
+    /// read for a token.
+    pub fn is_streamed(&self, part: usize) -> bool {
+        let pieces = self.parts.get(part).map(|part| &part.pieces);
+        self.draft != Some(part) && pieces.is_some_and(|pieces| !pieces.is_empty())
     }
 }
 
@@ -455,11 +480,6 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 }
 
 impl PartLayout {
-    /// Whether the ring brings it while it is not resident; experts are read one by one.
-    pub const fn is_streamed(&self) -> bool {
-        !self.pieces.is_empty()
-    }
-
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
         // The gaps between rows of the head are removed on purpose.
         let gap_max = if layer.is_some() {
@@ -547,8 +567,7 @@ impl FixedLayout {
             start
         };
         let vectors = spec
-            .layers
-            .iter()
+            .layers_and_draft()
             .map(|layer| {
                 layer
                     .vectors
@@ -588,11 +607,12 @@ impl Widths {
             .map_or(0, |experts| experts.inner)
             .max(inputs.map_or(0, |inputs| inputs.width))
             .max(spec.feed_forward);
+        let draft = spec.draft.as_ref().map_or(0, |_| 2 * spec.width);
         let shared = usize::from(experts.is_some_and(|experts| experts.beside.width() > 0));
         Self {
             stream: spec.width,
-            wide: projected.max(of(RecurrentSpec::inputs)).max(ff),
-            second: kv.max(values).max(ff),
+            wide: projected.max(of(RecurrentSpec::inputs)).max(ff).max(draft),
+            second: kv.max(values).max(ff).max(draft),
             third: kv
                 .max(heads)
                 .max(experts.map_or(0, |experts| experts.count)),
@@ -606,7 +626,7 @@ impl Widths {
                 false => 0,
             },
             inputs: inputs.map_or(0, |inputs| spec.layers.len() * inputs.width + spec.width),
-            columns: spec.width.max(query).max(values).max(ff),
+            columns: spec.width.max(query).max(values).max(ff).max(draft),
         }
     }
 

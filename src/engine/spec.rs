@@ -70,8 +70,10 @@ pub struct Spec {
     pub experts: Option<ExpertSpec>,
     /// Inputs of their own for layers, if they have them.
     pub layer_inputs: Option<LayerInputs>,
-    /// The layers, first to last, without multi-token-prediction blocks.
+    /// The layers, first to last.
     pub layers: Vec<LayerSpec>,
+    /// The block that drafts the token after the next one (multi-token prediction), if it can be used.
+    pub draft: Option<LayerSpec>,
     /// Rows of input embeddings.
     pub embedding: TensorInfo,
     /// Output head; the embedding itself when tied.
@@ -108,13 +110,15 @@ impl Spec {
     }
 }
 
-/// Contents of the file besides the text model, as text with sizes; they stay in the file.
-pub(super) fn unused(header: &Header) -> Vec<String> {
+/// Contents of the file besides the text model, as text with sizes, which stay in the file; `drafts` says whether the draft
+/// block is used.
+pub(super) fn unused(header: &Header, drafts: bool) -> Vec<String> {
     let depth = depth(header);
+    let drafts = drafts.then_some(Unused::Prediction);
     let bytes_of = |part: Unused| -> Bytes {
         let tensors = header
             .tensors()
-            .filter(|info| unused_part(&info.name, depth) == Some(part));
+            .filter(|info| unused_part(&info.name, depth) == Some(part) && drafts != Some(part));
         tensors.fold(Bytes::ZERO, |sum, info| sum.saturating_add(info.bytes))
     };
     let parts = [
@@ -127,7 +131,7 @@ pub(super) fn unused(header: &Header) -> Vec<String> {
         .collect()
 }
 
-/// Parts of a file that the engine does not load.
+/// Parts of a file beside the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unused {
     /// Blocks that predict more than one token.
@@ -136,7 +140,7 @@ pub(super) enum Unused {
     Vision,
 }
 
-/// Blocks of the text model, without multi-token prediction.
+/// Layers of the text model, without blocks for multi-token prediction.
 pub(super) fn depth(header: &Header) -> u32 {
     let keys = Keys { header };
     let blocks = header.u32(&keys.full("block_count")).unwrap_or(u32::MAX);
@@ -288,6 +292,23 @@ impl Spec {
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
         }
+        let draft = match architecture {
+            Architecture::Qwen35 if skipped == 1 => {
+                let mut builder = LayerBuilder {
+                    header,
+                    prefix: format!("blk.{depth}."),
+                    width,
+                    feed_forward: feed_forward_of(depth)?,
+                    input: None,
+                    experts: None,
+                    attention: &attention,
+                    matrices: Vec::new(),
+                    vectors: Vec::new(),
+                };
+                builder.draft(architecture)?
+            }
+            _ => None,
+        };
         refuse_stray(header, architecture, layer_inputs.as_ref())?;
         let epsilon = match architecture.centres() {
             true => "attention.layer_norm_epsilon",
@@ -336,6 +357,7 @@ impl Spec {
             experts,
             layer_inputs,
             layers,
+            draft,
             said: None,
             tied: head.is_none(),
             head: head.unwrap_or(embedding).clone(),
@@ -350,6 +372,18 @@ impl Spec {
     /// Length of a token's embedding in the file.
     pub fn embedding_row(&self) -> usize {
         self.width / self.embedding.dtype.block_size() * self.embedding.dtype.type_size()
+    }
+
+    /// A layer, or behind the last one the draft block.
+    pub fn layer(&self, index: usize) -> Option<&LayerSpec> {
+        let draft = self.draft.as_ref();
+        let draft = draft.filter(|_| index == self.layers.len());
+        self.layers.get(index).or(draft)
+    }
+
+    /// The layers, and the draft block.
+    pub fn layers_and_draft(&self) -> impl Iterator<Item = &LayerSpec> {
+        self.layers.iter().chain(&self.draft)
     }
 
     /// Tokens seen by a layer, itself included; `None` for all.
@@ -379,8 +413,7 @@ impl Spec {
 
     /// Element types of all matrices and of the head.
     pub fn matrix_types(&self) -> impl Iterator<Item = GgmlDType> {
-        self.layers
-            .iter()
+        self.layers_and_draft()
             .flat_map(|layer| &layer.matrices)
             .map(|matrix| matrix.tensor.dtype)
             .chain([self.head.dtype])

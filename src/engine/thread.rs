@@ -82,6 +82,7 @@ impl Engine {
         sink: mpsc::Sender<EngineEvent>,
     ) -> io::Result<Self> {
         let model = ModelOptions {
+            drafts: options.drafts,
             keeps_conversations: options.conversations.is_some(),
             ..model
         };

@@ -13,7 +13,7 @@ use super::{
     kv_type::KvType,
     params::ResidencyMode,
     price::{KvContents, Price},
-    residency::{EnginePlan, FloorError, LayerShape, Missing, ModelShape, PlanLimits},
+    residency::{EnginePlan, FloorError, LayerKind, LayerShape, Missing, ModelShape, PlanLimits},
 };
 use cotenant_units::{Bytes, Layers, Tokens};
 
@@ -70,10 +70,9 @@ impl ModelShape {
             prefill_chunk: limits.prefill_chunk,
             kv_type: limits.kv_type_least.min(limits.kv_type),
         };
-        let streamed = self.layers.iter().filter(|part| part.is_streamed());
         let without_ring = EnginePlan {
             resident: bounds
-                .first_layers(bounds.layers_min.max(streamed.count()))
+                .first_layers(bounds.layers_min.max(bounds.without_ring()))
                 .collect(),
             ..least.clone()
         };
@@ -239,9 +238,13 @@ impl<'a> Bounds<'a> {
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let mut give_up = evenly_spread(shape.layers.len());
-        // A token needs few experts of each layer, and everything else.
+        // A token needs few experts of each layer, and everything else; a draft makes up for several streamed layers.
         let part = |index: &u32| shape.layers.get(usize::try_from(*index).ok()?);
-        give_up.sort_by_key(|index| part(index).is_some_and(LayerShape::is_streamed));
+        give_up.sort_by_key(|index| {
+            let part = part(index);
+            let is_draft = part.is_some_and(|part| part.kind == LayerKind::Draft);
+            (is_draft, part.is_some_and(LayerShape::is_streamed))
+        });
         Self {
             shape,
             limits: *limits,
@@ -256,6 +259,21 @@ impl<'a> Bounds<'a> {
     /// Returns the first layers to become resident.
     fn first_layers(&self, count: usize) -> impl Iterator<Item = u32> {
         self.give_up.iter().rev().take(count).copied()
+    }
+
+    /// Returns how many of the first layers make the ring unnecessary.
+    fn without_ring(&self) -> usize {
+        let all: Vec<u32> = self.first_layers(self.give_up.len()).collect();
+        self.through_ring(&all)
+    }
+
+    /// Returns the length of the beginning of these parts that contains all that are read through the ring.
+    fn through_ring(&self, parts: &[u32]) -> usize {
+        let is_streamed = |index: &u32| self.part(*index).is_some_and(LayerShape::is_streamed);
+        parts
+            .iter()
+            .rposition(is_streamed)
+            .map_or(0, |last| last + 1)
     }
 
     /// Returns the layers that `from` can give up, in order.
@@ -310,8 +328,7 @@ impl<'a> Bounds<'a> {
         let base = shape
             .plan_bytes(&bare)
             .saturating_sub(shape.ring_beside(&bare.resident));
-        let through_ring = missing.iter().filter_map(|index| self.part(*index));
-        let through_ring = through_ring.filter(|part| part.is_streamed()).count();
+        let through_ring = self.through_ring(&missing);
         let fits = |step: &Rung| {
             let layers = all.saturating_sub(step.streamed.bytes);
             // Experts come last.

@@ -23,6 +23,8 @@ use cotenant_units::{Bytes, Layers, Tokens};
 pub enum LayerKind {
     /// Attends over the KV cache.
     Attention,
+    /// Not a mixer: the block that drafts tokens, and its KV cache.
+    Draft,
     /// Not a mixer: room for some experts of a layer's mixture.
     Experts,
     /// Not a layer: a tile of the output head.
@@ -31,11 +33,11 @@ pub enum LayerKind {
     Recurrent,
 }
 
-/// A part that is resident or streamed: a layer, a group of tensors of a large layer, room for some experts of a layer, or
-/// a tile of the output head.
+/// A part that is resident or streamed: a layer, a group of tensors of a large layer, room for some experts of a layer, a
+/// tile of the output head, or the block that drafts tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
-    /// Attention, recurrent, experts, or the head.
+    /// The mixer of a layer, or what else it is.
     pub kind: LayerKind,
     /// Index of the part within its layer, or of the tile within the head.
     #[serde(default)]
@@ -78,10 +80,10 @@ impl LayerShape {
     }
 
     /// Returns whether the part is read through the ring while it is not resident; experts are read when a token needs
-    /// them.
+    /// them, and without the draft block nothing is drafted.
     #[must_use]
     pub fn is_streamed(&self) -> bool {
-        self.kind != LayerKind::Experts
+        !matches!(self.kind, LayerKind::Draft | LayerKind::Experts)
     }
 }
 
@@ -502,7 +504,8 @@ impl ModelShape {
     }
 
     /// Returns the bytes of the ring if it is needed while only these parts are `resident`.
-    pub(crate) fn ring_beside(&self, resident: &BTreeSet<u32>) -> Bytes {
+    #[must_use]
+    pub fn ring_beside(&self, resident: &BTreeSet<u32>) -> Bytes {
         if self.parts_without(resident).any(LayerShape::is_streamed) {
             self.ring_bytes
         } else {
@@ -526,7 +529,8 @@ impl ModelShape {
         let firsts = self
             .layers
             .iter()
-            .filter(|part| part.kind != LayerKind::Head && part.part == 0);
+            .filter(|part| !matches!(part.kind, LayerKind::Draft | LayerKind::Head))
+            .filter(|part| part.part == 0);
         u32::try_from(firsts.count()).unwrap_or(u32::MAX)
     }
 

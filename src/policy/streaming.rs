@@ -6,7 +6,10 @@
 
 use std::collections::BTreeSet;
 
-use super::{residency::ModelShape, speed::Calibration};
+use super::{
+    residency::{LayerKind, ModelShape},
+    speed::Calibration,
+};
 use cotenant_units::Bytes;
 
 /// State of the ring during the passage.
@@ -49,7 +52,7 @@ impl Calibration {
                     passage.compute(bytes, cost(index));
                 } else if part.is_streamed() {
                     passage.stream(bytes, cost(index));
-                } else {
+                } else if part.kind != LayerKind::Draft {
                     passage.fetch(bytes, cost(index));
                 }
             }

@@ -30,6 +30,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
         name: None,
         context: Some(Tokens::new(512)),
         conversations: 0,
+        drafts: true,
         keeps_conversations: false,
         kv_backing: Backing::OnTouch,
         vocabulary: None,

@@ -93,6 +93,7 @@ fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
         name: None,
         context: Some(Tokens::new(1024)),
         conversations: 0,
+        drafts: true,
         keeps_conversations: false,
         kv_backing: Backing::OnTouch,
         vocabulary: None,

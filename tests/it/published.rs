@@ -106,6 +106,7 @@ fn open(path: &Path) -> (Model, TextSide) {
         name: None,
         context: Some(Tokens::new(1024)),
         conversations: 0,
+        drafts: true,
         keeps_conversations: false,
         kv_backing: Backing::OnTouch,
         vocabulary: None,

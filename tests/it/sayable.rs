@@ -27,6 +27,7 @@ fn options(vocabulary: Option<Sayable>) -> ModelOptions {
         name: None,
         context: Some(Tokens::new(512)),
         conversations: 0,
+        drafts: true,
         keeps_conversations: false,
         kv_backing: Backing::OnTouch,
         vocabulary,

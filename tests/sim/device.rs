@@ -262,6 +262,9 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
         });
         std::iter::once(whole).chain(rooms)
     });
+    // Some models have a draft block.
+    let draft = LayerShape::new(LayerKind::Draft, 0, mib(layer));
+    let layers = layers.chain(rng.random_bool(0.25).then_some(draft));
     ModelShape {
         name: "sim".to_owned(),
         architecture: "qwen35".to_owned(),

@@ -32,6 +32,9 @@ pub(crate) enum ShapeName {
     /// Qwen3.5-0.8B.
     #[value(name = "qwen35-0.8b")]
     Qwen35Small,
+    /// The same with a draft block.
+    #[value(name = "qwen35-0.8b-drafts")]
+    Qwen35SmallDrafts,
     /// Qwen3.5-4B.
     #[value(name = "qwen35-4b")]
     Qwen35Large,
@@ -104,6 +107,9 @@ pub(crate) enum ShapeName {
     TinyQwen3Moe,
     /// The same of Qwen3.5.
     TinyQwen35,
+    /// The same with a draft block.
+    #[value(name = "tiny-qwen35-drafts")]
+    TinyQwen35Drafts,
     /// The same of Qwen3.5 with a mixture of experts.
     TinyQwen35Moe,
     /// The same of Qwen3-VL's text part.
@@ -208,6 +214,10 @@ impl ShapeName {
         let model = match self {
             Self::Demo => return fs::copy(demo_model()?, path).map(drop),
             Self::Qwen35Small => Synthetic::qwen35_0_8b(mix, seed),
+            Self::Qwen35SmallDrafts => Synthetic {
+                nextn: 1,
+                ..Synthetic::qwen35_0_8b(mix, seed)
+            },
             Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
             Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),
             Self::Qwen3Moe => Synthetic::qwen3_30b_a3b(mix, seed),
@@ -248,6 +258,10 @@ impl ShapeName {
             Self::TinyQwen3 => tiny(Architecture::Qwen3),
             Self::TinyQwen3Moe => tiny(Architecture::Qwen3Moe),
             Self::TinyQwen35 => tiny(Architecture::Qwen35),
+            Self::TinyQwen35Drafts => Synthetic {
+                nextn: 1,
+                ..tiny(Architecture::Qwen35)
+            },
             Self::TinyQwen35Moe => tiny(Architecture::Qwen35Moe),
             Self::TinyQwen3Vl => tiny(Architecture::Qwen3Vl),
             Self::TinySmolLm3 => tiny(Architecture::SmolLm3),

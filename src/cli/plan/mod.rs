@@ -272,7 +272,9 @@ fn inspect(
     let vocabulary = llm.and_then(sayable);
     let inspected = Engine::foresee(model, vocabulary.as_ref(), threads);
     let inspected = inspected.map_err(|error| refused(&error))?;
-    Ok(inspected.keeping_conversations(llm.is_some_and(|llm| llm.keep_conversations)))
+    Ok(inspected
+        .keeping_conversations(llm.is_some_and(|llm| llm.keep_conversations))
+        .drafting(llm.is_none_or(|llm| llm.drafts)))
 }
 
 /// Returns the parameters of policy from arguments and configuration.

@@ -121,7 +121,7 @@ impl Pass<'_, '_> {
     }
 
     /// Computes angles for `rows` of a chunk of `all`, the first at `position`.
-    fn rotate_from(
+    pub(super) fn rotate_from(
         &mut self,
         position: usize,
         rows: Range<usize>,
@@ -161,7 +161,7 @@ impl Pass<'_, '_> {
         wants: &[(Role, Slot, usize)],
         rows: usize,
     ) -> Result<Vec<Want>, Failure> {
-        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
         let want = |&(role, slot, stride): &(Role, Slot, usize)| {
             let (number, matrix) = layer.matrix(role).ok_or(Failure::NoMatrix)?;
             Ok(Want {
@@ -245,7 +245,7 @@ impl Pass<'_, '_> {
 
     /// Returns how to copy a result for products with the matrices of these roles.
     pub(super) fn prepare(&self, index: usize, roles: &[Role], first: usize) -> Prepare {
-        let layer = self.model.spec.layers.get(index);
+        let layer = self.model.spec.layer(index);
         let matrices = roles.iter().filter_map(|role| layer?.matrix(*role));
         Prepare {
             copies: self.model.workspace.copies(),
@@ -304,7 +304,7 @@ impl Pass<'_, '_> {
     }
 
     pub(super) fn attention(&mut self, index: usize) -> Result<(), Failure> {
-        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
         let borrows = layer.borrows;
         let attention = self.model.spec.attention.of_layers(layer.local);
         let (query, kv) = (attention.query(), attention.kv());
@@ -357,7 +357,7 @@ impl Pass<'_, '_> {
     fn rows_together(&self, index: usize, first: usize) -> usize {
         let run = self.batch.run(first);
         let spec = &self.model.spec;
-        let Some(window) = spec.layers.get(index).and_then(|layer| spec.window(layer)) else {
+        let Some(window) = spec.layer(index).and_then(|layer| spec.window(layer)) else {
             return run;
         };
         let position = self.model.sequence.position as usize + first;
@@ -371,8 +371,9 @@ impl Pass<'_, '_> {
 
     /// Computes attention of `rows` of a chunk of `all`; earlier rows are complete.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
-        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
         let (local, borrows) = (layer.local, layer.borrows);
+        let is_draft = index == self.model.spec.layers.len();
         let window = self.model.spec.window(layer);
         let alike = |other: &&LayerSpec| {
             other.kind == LayerKind::Attention
@@ -405,6 +406,10 @@ impl Pass<'_, '_> {
         let angles = if local { all * whole.rotary } else { 0 };
         let sequence = &self.model.sequence;
         let (cells, position) = match aside {
+            None if is_draft => {
+                let draft = self.model.draft.as_ref().ok_or(Failure::NoMatrix)?;
+                (draft.cells(), draft.tokens as usize + rows.start)
+            }
             None => {
                 let own = rows.start - self.batch.own().start;
                 let position = sequence.position as usize + own;
@@ -438,7 +443,11 @@ impl Pass<'_, '_> {
             stored: (!borrows)
                 .then(|| [&work.second, &work.third].map(|buffer| buffer.view(of_rows(kv)))),
             cells,
-            layer: if moved.is_some() { 0 } else { number },
+            layer: if is_draft || moved.is_some() {
+                0
+            } else {
+                number
+            },
             position,
             rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
@@ -643,7 +652,7 @@ impl Pass<'_, '_> {
 
     /// Computes the feed-forward part of the normed rows.
     pub(super) fn gated(&mut self, index: usize, out: Slot) -> Result<(), Failure> {
-        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
         let (_, gate) = layer.matrix(Role::FfnGate).ok_or(Failure::NoMatrix)?;
         let (inner, width) = (gate.rows, self.model.spec.width);
         let wants = [
@@ -670,7 +679,7 @@ impl Pass<'_, '_> {
 
     /// Returns the place at which a layer's matrix for `role` begins.
     fn place_of(&self, index: usize, role: Role) -> Place {
-        let layer = self.model.spec.layers.get(index);
+        let layer = self.model.spec.layer(index);
         let number = layer
             .and_then(|layer| layer.matrix(role))
             .map_or(0, |(number, _)| number);

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    draft_kv::DraftKv,
     saved::Saved,
     sequence::Sequence,
     weights::{Place, Weights},
@@ -44,6 +45,8 @@ pub struct ModelOptions {
     pub context: Option<Tokens>,
     /// Conversations whose states have KV capacity beside it.
     pub conversations: u32,
+    /// Whether tokens are drafted: the plan then has the memory for drafts.
+    pub drafts: bool,
     /// Whether conversations are kept on disk: the plan then has the buffers of their transfers.
     pub keeps_conversations: bool,
     /// Whether KV capacity is populated at once or on first touch.
@@ -63,6 +66,7 @@ impl ModelOptions {
             name: None,
             context: None,
             conversations: 0,
+            drafts: true,
             keeps_conversations: false,
             kv_backing: Backing::OnTouch,
             vocabulary: None,
@@ -91,6 +95,8 @@ pub struct Model {
     pub(super) needs: Needs,
     /// Logits of the results, each followed by flags for non-finite values.
     pub(super) logits: Buffer,
+    /// KV cache of the draft block, if there is one.
+    pub(super) draft: Option<DraftKv>,
     /// Size of the next prefill chunk, in tokens.
     pub(super) chunk_wanted: usize,
     /// Estimators of the work between two preemption checks.
@@ -189,7 +195,8 @@ impl Model {
     /// All memory held.
     pub fn breakdown(&self) -> Breakdown {
         let weights = |layer| self.held_of(Some(layer)).1;
-        let weights: Bytes = (0..self.spec.layers.len()).map(weights).sum();
+        let layers = 0..self.spec.layers_and_draft().count();
+        let weights: Bytes = layers.map(weights).sum();
         let (_, head) = self.held_of(None);
         let (fixed, header) = (
             self.weights.fixed().bytes() + head,
@@ -200,6 +207,7 @@ impl Model {
             + self.logits.bytes()
             + self.sequence.cache.aside()
             + self.sequence.trial_bytes()
+            + self.draft.as_ref().map_or(Bytes::ZERO, DraftKv::bytes)
             + self.weights.staging().map_or(Bytes::ZERO, Buffer::bytes)
             + self.saved.as_ref().map_or(Bytes::ZERO, Saved::buffer_bytes)
             + self.needs.context;
@@ -242,6 +250,7 @@ impl Model {
             + self.sequence.resident()
             + self.workspace.resident()
             + self.logits.resident()
+            + self.draft.as_ref().map_or(Bytes::ZERO, DraftKv::resident)
             + self.saved.as_ref().map_or(Bytes::ZERO, Saved::buffer_bytes)
             + self.needs.context
     }
@@ -282,7 +291,9 @@ impl Model {
 
     /// Whether parts are streamed.
     pub(super) fn streams(&self) -> bool {
-        self.plan.resident.len() < self.layout.parts.len()
+        let is_absent = |part: &usize| self.weights.arena(*part).is_none();
+        let mut parts = 0..self.layout.parts.len();
+        parts.any(|part| is_absent(&part) && self.layout.draft != Some(part))
     }
 
     /// Drops the excess of `used` tokens over `capacity`, as far as dropping is allowed; returns the number dropped.

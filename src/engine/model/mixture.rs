@@ -247,7 +247,7 @@ fn expert(
 ) -> Result<(), Failure> {
     let spec = pass.model.spec.experts.ok_or(Failure::NoMatrix)?;
     let (width, inner, rows) = (pass.model.spec.width, spec.inner, chosen.rows.len());
-    let layer = pass.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+    let layer = pass.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
     let mut weights = Vec::with_capacity(Role::EXPERTS.len());
     for (at, role) in Role::EXPERTS.into_iter().enumerate() {
         let view = pass

@@ -3,6 +3,8 @@
 mod batch;
 mod calibrate;
 mod damage;
+mod draft;
+mod draft_kv;
 mod dropped;
 mod embedding;
 mod experts;
@@ -32,6 +34,7 @@ pub use experts::ExpertCounts;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;
+pub(crate) use opening::without_drafts;
 pub use parked::{Asked, Kept, Lane, Selected, common_prefix};
 pub(crate) use saved::with_transfers;
 pub use saved::{OnDisk, SaveDue, SaveStep, SavedCounts, SavedView};

@@ -4,6 +4,7 @@ use std::{io, path::Path, sync::Arc, time::Instant};
 
 use super::{
     damage,
+    draft_kv::DraftKv,
     experts::Experts,
     loaded::{Model, ModelOptions},
     residency,
@@ -28,7 +29,7 @@ use crate::{
 };
 use cotenant_policy::{
     kv_type::KvType,
-    residency::{EnginePlan, ModelShape},
+    residency::{EnginePlan, LayerKind, ModelShape},
 };
 use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
@@ -107,19 +108,21 @@ impl Opening {
     ) -> Result<Self, LoadError> {
         let (theirs, options, stays) = (path.to_owned(), options.clone(), disk.clone());
         disk.attend(path, move |watch| {
-            let (header, spec, file) =
+            let (header, mut spec, file) =
                 read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
             damage::refuse_zeros(&header, &file, watch)
                 .map_err(|kind| LoadError::new(&theirs, kind))?;
+            let device = for_model(device, &theirs, &mut spec)?;
             let layout = layout(&spec);
-            let device = for_model(device, &theirs, &spec)?;
-            let needs = Needs::of(device.as_ref(), &layout, &spec);
-            let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
-            let shape = if options.keeps_conversations {
-                with_transfers(shape)
-            } else {
-                shape
-            };
+            let mut needs = Needs::of(device.as_ref(), &layout, &spec);
+            let mut shape = model_shape(&header, &spec, &layout, options.name.as_deref(), &needs);
+            if options.keeps_conversations {
+                shape = with_transfers(shape);
+            }
+            if !options.drafts {
+                shape = without_drafts(shape, needs.drafts());
+                (needs.trial, needs.draft_kv) = (Bytes::ZERO, Bytes::ZERO);
+            }
             // The first token depends on the disk: prefetch now.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
             Ok(Self {
@@ -227,6 +230,7 @@ impl Opening {
         let Memory {
             state,
             trial,
+            draft,
             workspace,
             cache,
             logits,
@@ -261,6 +265,7 @@ impl Opening {
             workspace,
             needs,
             logits,
+            draft,
             chunk_wanted: chunk,
             estimators: SliceEstimators::new(),
             refused: None,
@@ -314,21 +319,28 @@ fn with_room(model: &Model, plan: &EnginePlan) -> Option<EnginePlan> {
     Some(fewer)
 }
 
-/// Reads a header, and computes the size of each piece.
+/// Returns the shape without the draft block and the `fixed` memory for drafts.
+pub(crate) fn without_drafts(mut shape: ModelShape, fixed: Bytes) -> ModelShape {
+    shape.layers.retain(|part| part.kind != LayerKind::Draft);
+    shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_sub(fixed);
+    shape
+}
+
+/// Reads a header, and computes the size of each piece; also returns the fixed memory for drafts.
 pub(super) fn inspect(
     device: Arc<dyn Device>,
     path: &Path,
     vocabulary: Option<&Sayable>,
     disk: &Disk,
-) -> Result<(ModelShape, Header), LoadError> {
+) -> Result<(ModelShape, Header, Bytes), LoadError> {
     let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
     disk.attend(path, move |watch| {
-        let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
+        let (header, mut spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
+        let device = for_model(device, &theirs, &mut spec)?;
         let layout = Layout::of(&spec);
-        let device = for_model(device, &theirs, &spec)?;
         let needs = Needs::of(device.as_ref(), &layout, &spec);
-        let shape = model_shape(&header, &spec, &layout, None, needs);
-        Ok((shape, header))
+        let shape = model_shape(&header, &spec, &layout, None, &needs);
+        Ok((shape, header, needs.drafts()))
     })
 }
 
@@ -336,6 +348,7 @@ pub(super) fn inspect(
 struct Memory {
     state: RecurrentState,
     trial: Option<Trial>,
+    draft: Option<DraftKv>,
     workspace: Workspace,
     cache: KvCache,
     logits: Buffer,
@@ -377,6 +390,7 @@ impl Memory {
                 .map_err(refuse("the state", shape.state_bytes))?,
             trial: Trial::new(backend, spec, needs.trial)
                 .map_err(refuse("drafted tokens", needs.trial))?,
+            draft: DraftKv::new(backend, spec, needs.draft_kv)?,
             // The first pass touches these pages while it waits for the disk; `settle` populates the rest.
             workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
                 .map_err(refuse(
@@ -409,15 +423,18 @@ fn read(
     Ok((header, spec, file))
 }
 
-/// Returns the device's substitute for this model, if it has one, else the device.
+/// Returns the device's substitute for this model, if it has one, else the device. Removes a draft block of which the
+/// device could not take tokens back.
 fn for_model(
     device: Arc<dyn Device>,
     path: &Path,
-    spec: &Spec,
+    spec: &mut Spec,
 ) -> Result<Arc<dyn Device>, LoadError> {
     let other = device.instead(spec, &shape::kv_shape(spec));
     let other = other.map_err(|kind| LoadError::new(path, kind))?;
-    Ok(other.unwrap_or(device))
+    let device = other.unwrap_or(device);
+    spec.draft = spec.draft.take().filter(|_| device.tries_states());
+    Ok(device)
 }
 
 /// Returns an adapter from an allocation failure of `bytes` for `what` to an error.
@@ -434,7 +451,7 @@ fn model_shape(
     spec: &Spec,
     layout: &Layout,
     name: Option<&str>,
-    needs: Needs,
+    needs: &Needs,
 ) -> ModelShape {
     let name = name
         .or_else(|| header.string("general.name"))
@@ -450,7 +467,7 @@ fn model_shape(
     shape.workspace_fixed_bytes = shape
         .workspace_fixed_bytes
         .saturating_add(needs.context)
-        .saturating_add(needs.trial);
+        .saturating_add(needs.drafts());
     shape.kv.granule = shape.kv.granule.max(needs.granule);
     shape.ring_bytes = needs.ring;
     shape

@@ -5,7 +5,7 @@ use std::{io, path::Path, time::Duration};
 use super::{
     batch::Span,
     calibrate::{self, PartTime},
-    damage,
+    damage, draft,
     experts::{ExpertCounts, Experts},
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
@@ -31,7 +31,7 @@ use cotenant_policy::{
     residency::{EnginePlan, ModelShape},
     speed::Calibration,
 };
-use cotenant_units::Tokens;
+use cotenant_units::{Bytes, Tokens};
 
 impl Model {
     /// Reads the header of the file at `path` and computes the size of each piece on `compute` (a device, or a number
@@ -55,6 +55,16 @@ impl Model {
         vocabulary: Option<&Sayable>,
         compute: impl Into<Compute>,
     ) -> Result<(ModelShape, Header), LoadError> {
+        let inspected = Self::inspect_drafts(path, vocabulary, compute);
+        inspected.map(|(shape, header, _)| (shape, header))
+    }
+
+    /// As [`Self::inspect_with`], and returns the fixed memory for drafts.
+    pub(crate) fn inspect_drafts(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: impl Into<Compute>,
+    ) -> Result<(ModelShape, Header, Bytes), LoadError> {
         let device = backend::choose(compute.into()).map_err(|kind| LoadError::new(path, kind))?;
         opening::inspect(device, path, vocabulary, &Disk::default())
     }
@@ -410,6 +420,26 @@ impl Model {
         self.sequence.takes_back()
     }
 
+    /// Drafts up to `most` tokens that may follow `tokens`, the sequence and the token after it, by the draft block. Returns
+    /// none if the block is not in memory, or if the state before them is not known; fewer if `go_on`, polled after each,
+    /// is false.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; the sequence stays.
+    pub fn draft(
+        &mut self,
+        tokens: &[u32],
+        most: usize,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<u32>, ForwardError> {
+        draft::draft(self, tokens, most, go_on)
+    }
+
+    /// Whether [`Self::draft`] may return tokens under the present plan.
+    pub fn drafts(&self) -> bool {
+        draft::is_ready(self)
+    }
+
     /// Removes the last tokens of a lane, or of the sequence; the others of a draft are accepted.
     pub fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
         self.sequence.take_back(lane, tokens);
@@ -486,6 +516,9 @@ impl Model {
     pub fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
         let lost = self.sequence.lost;
         let fork = self.sequence.select(self.backend.as_mut(), held, asked);
+        if let Some(draft) = &mut self.draft {
+            draft.forget();
+        }
         if lost {
             self.restart_stream();
         }

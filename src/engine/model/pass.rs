@@ -1,5 +1,7 @@
 //! One forward pass: admission, chunks, and results.
 
+use std::ops::Range;
+
 use super::{
     batch::{Batch, Span},
     forward::Pass,
@@ -36,6 +38,8 @@ pub(super) fn run(
         return Err(ForwardError::SequenceLost);
     }
     let needed = admit(model, tokens)?;
+    note_states(model, None);
+    let is_last = each.is_none();
     if !model.sequence.touch(model.backend.as_mut(), needed) {
         let capacity = model.sequence.cache.capacity();
         return Err(ForwardError::KvFull { capacity, needed });
@@ -56,6 +60,11 @@ pub(super) fn run(
     let estimators = pass.preemption.estimators;
     model.estimators = estimators;
     let first = result?;
+    if is_last {
+        // The head has normed the last row.
+        let last = model.sequence.position.saturating_sub(first) as usize;
+        note_states(model, Some(last.saturating_sub(1)..last));
+    }
     model.sequence.marks.forget_wanted();
     Ok(first)
 }
@@ -80,6 +89,7 @@ pub(super) fn run_together(
         });
     }
     let has_own = !batch.own().is_empty();
+    note_states(model, None);
     if has_own && (model.sequence.lost || model.sequence.is_tried()) {
         return Err(ForwardError::SequenceLost);
     }
@@ -130,7 +140,8 @@ pub(super) fn run_together(
     };
     pass.model.weights.expect_head(true);
     let scored = pass.batch.scored();
-    let result = pass.chunk(&tokens).and_then(|()| pass.head(scored));
+    let result = pass.chunk(&tokens);
+    let result = result.and_then(|()| pass.head(scored.clone()));
     pass.end_chunk();
     let Pass {
         model,
@@ -140,6 +151,9 @@ pub(super) fn run_together(
     model.estimators = preemption.estimators;
     if result.is_ok() {
         model.sequence.position = end;
+        if scored == (0..tokens.len()) && lanes().next().is_none() {
+            note_states(model, Some(scored));
+        }
         lanes().for_each(|(lane, tokens)| model.sequence.extend(lane, tokens));
         if has_own && !is_trial {
             mark_if_wanted(model);
@@ -159,6 +173,14 @@ pub(super) fn run_together(
         preemption.applied(applied);
     }
     result
+}
+
+/// Notes which rows hold the states of the last tokens of the sequence.
+fn note_states(model: &mut Model, rows: Option<Range<usize>>) {
+    let end = model.sequence.position;
+    if let Some(draft) = &mut model.draft {
+        draft.note_states(rows, end);
+    }
 }
 
 /// Refuses a pass that cannot be computed before it begins; returns the length of the sequence afterwards.

@@ -150,7 +150,9 @@ impl<'model> Change<'model> {
         let least = self.model.sequence.held(used);
         let mut changed = self.model.weights.needs_stream(&self.model.layout);
         let all = self.model.layout.parts.len();
-        let whole = plan.resident.len() == all || self.model.plan.resident.len() == all;
+        let shape = &self.model.shape;
+        let has_all = |plan: &EnginePlan| shape.ring_beside(&plan.resident) == Bytes::ZERO;
+        let (keeps_all, whole) = (has_all(plan), has_all(plan) || has_all(&self.model.plan));
         for (index, number) in (0..self.model.layout.parts.len()).zip(0u32..) {
             if !plan.resident.contains(&number) && self.model.weights.arena(index).is_some() {
                 let (asked, freed) = self.model.weights.shed(index);
@@ -192,7 +194,7 @@ impl<'model> Change<'model> {
                 .collect();
             if !missing.is_empty() {
                 changed = true;
-                if plan.resident.len() == all {
+                if keeps_all {
                     // Nothing will be streamed: release the ring before the parts are read.
                     let (asked, freed) = self.model.weights.stop_stream();
                     self.moved.asked += asked;
@@ -311,6 +313,9 @@ impl<'model> Change<'model> {
     /// Replaces the workspace by one for `chunk` tokens.
     fn rechunk(&mut self, chunk: usize) -> Result<(), ApplyError> {
         self.model.finish()?;
+        if let Some(draft) = &mut self.model.draft {
+            draft.note_states(None, 0);
+        }
         let (backend, sizes) = (
             self.model.backend.as_ref(),
             (&self.model.layout.widths, &self.model.needs),

@@ -21,9 +21,13 @@ use crate::{
     synthetic::{Synthetic, TypeMix},
     weights::Weights as _,
 };
-use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
+use cotenant_policy::{
+    kv_type::KvType,
+    residency::{EnginePlan, LayerKind},
+};
 use cotenant_units::{Bytes, Tokens, causes::in_one_line};
 
+mod draft;
 mod hanging;
 mod late;
 mod opening;

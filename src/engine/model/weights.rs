@@ -172,12 +172,12 @@ impl Weights {
         }
         self.arenas_left = read.left;
         let mut grown = Bytes::ZERO;
-        let is_streamed = |index: usize| {
+        let has_pieces = |index: usize| {
             let layout = parts.iter().find(|(number, _)| *number == index);
-            layout.is_none_or(|(_, layout)| layout.is_streamed())
+            layout.is_none_or(|(_, layout)| !layout.pieces.is_empty())
         };
         for (index, arena) in indices.into_iter().zip(read.whole) {
-            if !is_streamed(index) {
+            if !has_pieces(index) {
                 // Another expert may need pages that the first one in its room does not.
                 arena.populate();
             }
@@ -565,9 +565,9 @@ impl Weights {
 
     /// Whether parts must be streamed but no stream serves them.
     pub(super) fn needs_stream(&self, layout: &Layout) -> bool {
-        let mut parts = layout.parts.iter().zip(&self.arenas);
+        let mut arenas = self.arenas.iter().enumerate();
         (self.begun || self.stream.is_none())
-            && parts.any(|(part, arena)| part.is_streamed() && arena.is_none())
+            && arenas.any(|(part, arena)| arena.is_none() && layout.is_streamed(part))
     }
 
     /// Size of the ring, and of the memory that hanging reads keep.
@@ -611,7 +611,7 @@ impl Schedule {
                 head_piece = extents.len();
             }
             first_piece.push(extents.len());
-            let streamed = streamed(index);
+            let streamed = layout.is_streamed(index) && streamed(index);
             if index == place.part {
                 first = extents.len() + if streamed { place.piece } else { 0 };
             }

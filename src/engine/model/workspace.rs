@@ -9,6 +9,7 @@ use crate::{
     spec::Spec,
     state::Trial,
 };
+use cotenant_policy::kv_type::KvType;
 use cotenant_units::Bytes;
 
 /// A device's memory needs beside activations.
@@ -20,6 +21,8 @@ pub(super) struct Needs {
     pub(super) scratch: Bytes,
     /// Inputs of layers with a state, of drafted tokens that are tried.
     pub(super) trial: Bytes,
+    /// KV cache of the draft block.
+    pub(super) draft_kv: Bytes,
     /// Fixed memory of the device context.
     pub(super) context: Bytes,
     /// Granularity of changes to the KV cache.
@@ -43,10 +46,18 @@ impl Needs {
                 true => Trial::bytes_for(spec),
                 false => Bytes::ZERO,
             },
+            draft_kv: shape::draft_kv(spec).map_or(Bytes::ZERO, |(kv, tokens)| {
+                kv.capacity_bytes(tokens, KvType::F16)
+            }),
             context: device.context_bytes(&Limits::of(spec, layout.parts.len())),
             granule: device.granule(),
             ring: device.ring_bytes(layout.ring),
         }
+    }
+
+    /// Memory for drafts.
+    pub(super) const fn drafts(&self) -> Bytes {
+        self.trial.saturating_add(self.draft_kv)
     }
 }
 

@@ -518,6 +518,8 @@ pub enum Role {
     Alpha,
     /// Strength of the recurrent update.
     Beta,
+    /// Input of a draft block from an embedding and a state.
+    Draft,
     /// Experts, back to the residual stream; the rows of one after those of another.
     ExpertDown,
     /// Gates of experts.
@@ -565,6 +567,12 @@ pub enum Vector {
     Decay,
     /// Bias of the decay per value head.
     DecayBias,
+    /// Norm of the embedding in a draft block's input.
+    DraftEmbeddingNorm,
+    /// Norm before the head of a draft, if it has one of its own.
+    DraftOutputNorm,
+    /// Norm of the state in a draft block's input.
+    DraftStateNorm,
     /// Bias of the feed-forward output.
     FfnDownBias,
     /// Bias of the feed-forward gate.

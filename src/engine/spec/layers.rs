@@ -109,6 +109,24 @@ impl<'spec> LayerBuilder<'spec> {
         Ok(self.found(LayerKind::Attention, local, borrows))
     }
 
+    /// The block that drafts a token from the next one and the state before it; `None` if the file lacks it, or if it has
+    /// embeddings or a head of its own.
+    pub(super) fn draft(
+        &mut self,
+        architecture: Architecture,
+    ) -> Result<Option<LayerSpec>, LoadErrorKind> {
+        let own = ["nextn.embed_tokens.weight", "nextn.shared_head_head.weight"];
+        if self.find(DRAFT_PROJECTION).is_none() || own.iter().any(|own| self.find(own).is_some()) {
+            return Ok(None);
+        }
+        let width = self.width;
+        self.matrix(Role::Draft, DRAFT_PROJECTION, 2 * width, width)?;
+        self.vector(Vector::DraftEmbeddingNorm, "nextn.enorm.weight", &[width])?;
+        self.vector(Vector::DraftStateNorm, "nextn.hnorm.weight", &[width])?;
+        self.bias(Vector::DraftOutputNorm, DRAFT_NORM, width)?;
+        self.attention(architecture, false, false).map(Some)
+    }
+
     pub(super) fn convolution(
         &mut self,
         spec: &ConvolutionSpec,
@@ -300,7 +318,7 @@ impl<'spec> LayerBuilder<'spec> {
         Ok(())
     }
 
-    /// A bias or a factor, if the file has one.
+    /// A bias, a factor or a norm, if the file has one.
     fn bias(&mut self, bias: Vector, name: &str, elements: usize) -> Result<(), LoadErrorKind> {
         match self.find(name) {
             Some(_) => self.vector(bias, name, &[elements]),
@@ -393,6 +411,10 @@ impl<'spec> LayerBuilder<'spec> {
 pub(super) const LAYER_PROJECTION: &str = "per_layer_model_proj.weight";
 /// Norm of the projection to each layer's input.
 pub(super) const LAYER_INPUT_NORM: &str = "per_layer_proj_norm.weight";
+/// Projection of a draft block's input: the normed embedding, then the normed state.
+const DRAFT_PROJECTION: &str = "nextn.eh_proj.weight";
+/// Norm before the head of a draft; the model's own if the file has none.
+const DRAFT_NORM: &str = "nextn.shared_head_norm.weight";
 /// Gates and other factors of all experts in one tensor.
 const FUSED_EXPERTS: &str = "ffn_gate_up_exps.weight";
 /// The first expert's gate in files of before April 2024, when each expert had tensors of its own.

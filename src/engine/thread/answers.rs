@@ -23,7 +23,7 @@ use std::{
 use super::worker::{Answer, FOLDER_MAX, ROOM_LOOK, Worker, position_of};
 use crate::{
     answer::answer_tags,
-    drafts::Drafter,
+    drafts::{Draft, Drafter},
     engine_loop::{BetweenLayers, Outcome},
     error::ForwardError,
     generate::{GenerateError, GenerateRequest, RequestId},
@@ -356,7 +356,7 @@ impl Worker {
 
     /// Drafts the tokens that are likely to follow the next one of a single answer, as many as are worth a pass.
     fn draft(&mut self, answer: &mut Answer, room: usize) -> Vec<u32> {
-        let (Some(model), [next]) = (self.model.as_ref(), answer.next.as_slice()) else {
+        let (Some(model), [next]) = (self.model.as_mut(), answer.next.as_slice()) else {
             return Vec::new();
         };
         // The tokens allowed by a form are known one at a time, and drafts need the tokens that were dropped.
@@ -371,7 +371,18 @@ impl Worker {
         let results = model.answers_max().saturating_sub(1);
         let most = results.min(room).min(left);
         self.sequence.push(*next);
-        let draft = answer.drafter.draft(&self.sequence, most, self.speed);
+        let (drafter, speed) = (&mut answer.drafter, self.speed);
+        let draft = match drafter.draft(&self.sequence, most, speed, model.drafts()) {
+            Draft::Earlier(tokens) => tokens,
+            Draft::Block(count) => {
+                let began = Instant::now();
+                let engine_loop = &self.engine_loop;
+                let go_on = &mut || !engine_loop.is_pressed();
+                let drafted = model.draft(&self.sequence, count, go_on);
+                self.speed.drafted(drafted.len(), began.elapsed());
+                drafted
+            }
+        };
         self.sequence.pop();
         draft
     }

@@ -297,6 +297,7 @@ fn compare_drafts(
         with.engine.handle().snapshot(),
         without.engine.handle().snapshot(),
     );
+    assert!(with.tokens_drafted > 0, "{with:?}");
     assert!(with.drafts_accepted >= least, "{with:?}");
     assert_eq!(without.tokens_drafted, 0);
 }
@@ -333,6 +334,27 @@ fn drafts_of_a_model_with_a_state_change_no_token_whatever_plans_arrive() {
         request(number, vec![question.clone(), story, question])
     };
     compare_drafts(&open, parts, &ask, (2, 20));
+}
+
+#[test]
+fn drafts_of_a_block_change_no_token_whatever_plans_arrive() {
+    let model = Synthetic {
+        nextn: 1,
+        ..tiny(Architecture::Qwen35)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    model.write(&path).unwrap();
+    let parts = Engine::inspect(&path, 1).unwrap().layers.len();
+    let parts = u32::try_from(parts).unwrap();
+    let open = |options: EngineOptions| {
+        // Without drafts, the block is no part of the model.
+        let parts = parts - u32::from(!options.drafts);
+        Loaded::with(&model, options, 1, plan(parts, 4096))
+    };
+    let ask = |_: &Loaded, number| spoken(number, number);
+    // Random weights, whose drafts are wrong.
+    compare_drafts(&open, parts, &ask, (SPEAKERS, 0));
 }
 
 #[test]

@@ -65,6 +65,41 @@ fn let_most_be_experts(shape: &mut ModelShape, parts: u32) {
     }
 }
 
+/// Adds a draft block of the size of the first layer, if there are several.
+fn add_draft(shape: &mut ModelShape) {
+    if let [first, _, ..] = shape.layers[..] {
+        let draft = LayerShape::new(LayerKind::Draft, 0, first.resident_bytes);
+        shape.layers.push(draft);
+    }
+}
+
+#[test]
+fn a_draft_block_is_shed_last_and_needs_no_ring() {
+    let mut shape = shape(&[10 << 20; 8], 6 << 20, 64);
+    add_draft(&mut shape);
+    let limits = limits(ResidencyMode::MaxSpeed);
+    let (full, floor) = (shape.full_plan(&limits), shape.floor_plan(&limits));
+    let giving = Giving {
+        pay: None,
+        droppable: Tokens::ZERO,
+        chunk: false,
+    };
+    let shrink = Shrink::new(&shape, &limits, &full, KvContents::to_come(&limits), giving);
+    for fewer in [30, 60, 70].map(|mib| shrink.to_give(Bytes::from_mib(mib))) {
+        assert!(fewer.resident.contains(&8), "{fewer:?}");
+    }
+    // It is the first to come back, and the layers without it need no ring.
+    let one = shape.plan(shape.plan_bytes(&floor) + Bytes::from_mib(10), &limits);
+    assert_eq!(one.unwrap().resident, [8].into());
+    let layers: BTreeSet<u32> = (0..8).collect();
+    assert_eq!(shape.ring_beside(&layers), Bytes::ZERO);
+    assert_eq!(shape.layer_count(), 8);
+    assert_eq!(shape.resident_layers(&full), 8);
+    // A token does not wait for it.
+    let without = Calibration::FIELD.token_ns(&shape, &layers);
+    assert!(without <= Calibration::FIELD.token_ns(&shape, &full.resident));
+}
+
 #[test]
 fn experts_are_shed_first_need_no_ring_and_grow_last() {
     let mut shape = shape(&[10 << 20; 12], 24 << 20, 64);
@@ -266,7 +301,7 @@ proptest! {
         mode in prop::sample::select(MODES.to_vec()),
         kinds in (prop::sample::select(KvType::ALL.to_vec()), prop::sample::select(KvType::ALL.to_vec())),
         windowed in prop::option::of((1u32..=2, 1u32..40, prop::option::of((1u32..=3, 1u32..=4)))),
-        experts in prop::option::of(2u32..6),
+        (experts, has_draft) in (prop::option::of(2u32..6), any::<bool>()),
         less in 0u64..3_000_000,
         (more, need) in (0u64..1_000_000, 0u64..1_000_000),
     ) {
@@ -275,6 +310,9 @@ proptest! {
         shape.kv.windowed = windowed.map(|(layers, blocks, heads)| WindowedKv { layers, blocks, heads });
         if let Some(parts) = experts {
             let_most_be_experts(&mut shape, parts);
+        }
+        if has_draft {
+            add_draft(&mut shape);
         }
         let layers = shape.layer_count() as usize;
         let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits_with(mode, kinds) };
@@ -334,7 +372,7 @@ proptest! {
     fn a_larger_chunk_fits_and_pays_and_goes_when_nothing_is_streamed(
         layers in prop::collection::vec(1u64..100_000_000, 1..40),
         ring in 0u64..200_000,
-        experts in prop::option::of(2u32..6),
+        (experts, has_draft) in (prop::option::of(2u32..6), any::<bool>()),
         per_token in 1u64..200_000,
         (read, prefill) in (1u64..3_000_000, 1u64..100_000),
         resident_min in 0u32..50,
@@ -344,6 +382,9 @@ proptest! {
         let mut shape = ModelShape { workspace_bytes_per_token: Bytes::new(per_token), ..shape(&layers, ring, 64) };
         if let Some(parts) = experts {
             let_most_be_experts(&mut shape, parts);
+        }
+        if has_draft {
+            add_draft(&mut shape);
         }
         let speed = Calibration { prefill_ns_per_mib: prefill, ..Calibration::FIELD.with_reading(read) };
         let plain = PlanLimits { resident_min, ..limits(mode) }.at_speed(speed);

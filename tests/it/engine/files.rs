@@ -422,16 +422,37 @@ fn a_plan_for_another_model_is_refused() {
 }
 
 #[test]
-fn blocks_for_multi_token_prediction_are_left_alone() {
+fn a_block_for_multi_token_prediction_is_a_part_of_its_own() {
     let with = Synthetic {
         nextn: 1,
         ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
     };
     let file = write(&with);
     let (shape, _) = Model::inspect(&file.path, 1).unwrap();
-    assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
+    assert_eq!((shape.layer_count(), shape.layers.len()), (4, 6));
     let inspected = Engine::inspect_with(&file.path, None, 1).unwrap();
     assert_eq!(inspected.shape.layer_count(), 4);
+    assert!(inspected.unused.is_empty(), "{:?}", inspected.unused);
+    let without = inspected.clone().drafting(false).shape;
+    assert_eq!(without.layers.len(), 5);
+    // With the block or without, and with only some layers.
+    for parts in [0..6, 0..5, 0..3] {
+        open(&file.path, &plan(parts, 64, 8), 1)
+            .forward(&PROMPT, &mut go())
+            .unwrap();
+    }
+}
+
+#[test]
+fn other_blocks_for_multi_token_prediction_are_left_alone() {
+    // Two blocks, of which each would need the one before it.
+    let with = Synthetic {
+        nextn: 2,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
+    let file = write(&with);
+    let inspected = Engine::inspect_with(&file.path, None, 1).unwrap();
+    assert_eq!(inspected.shape.layers.len(), 5);
     let [unused] = &inspected.unused[..] else {
         panic!("{:?}", inspected.unused)
     };

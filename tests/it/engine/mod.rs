@@ -70,6 +70,7 @@ fn options(threads: usize) -> ModelOptions {
         name: None,
         context: Some(Tokens::new(512)),
         conversations: 0,
+        drafts: true,
         keeps_conversations: false,
         kv_backing: Backing::OnTouch,
         vocabulary: None,

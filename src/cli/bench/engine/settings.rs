@@ -111,6 +111,7 @@ impl EngineSettings {
             name: None,
             context: Some(plan.kv_capacity),
             conversations: 0,
+            drafts: true,
             keeps_conversations: false,
             kv_backing: Backing::OnTouch,
             vocabulary,
