@@ -70,7 +70,8 @@ raw! {
     RawVariant { name, bytes, peak }
     RawRestart { intensity, window, stable_after, backoff, backoff_max }
     RawHttp {
-        listen, allowed_hosts: Vec<String>, keys_file, keyless: Option<Vec<Text>>, models: Table, voices: Table,
+        listen, allowed_hosts: Vec<String>, trusted_proxies: Vec<String>, keys_file, keyless: Option<Vec<Text>>,
+        models: Table, voices: Table,
     }
     RawWyoming {
         listen: Vec<String>, languages: Vec<String>, system, wait_max, audio_max, connections_max, conversations_max,

@@ -90,7 +90,7 @@ impl Merge {
                 workers = self.workers(&old.workers, &new.workers),
                 http = merged!(self, "http.", old.http, new.http, HttpConfig {
                     fixed: listen;
-                    live: allowed_hosts, keys_file, keyless, models, voices;
+                    live: allowed_hosts, trusted_proxies, keys_file, keyless, models, voices;
                 }),
                 wyoming = merged!(self, "wyoming.", old.wyoming, new.wyoming, WyomingConfig {
                     fixed: listen, languages, system, wait_max, audio_max, connections_max, conversations_max, history_max;

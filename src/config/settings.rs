@@ -1,6 +1,12 @@
 //! Checked settings, with units and defaults.
 
-use std::{collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
 
 use cotenant_policy::{
     compute::DeviceSettings,
@@ -445,6 +451,8 @@ pub struct HttpConfig {
     /// Host names, in addition to this machine's names and addresses, under which it is served and whose pages may use
     /// it. Default none.
     pub allowed_hosts: Vec<String>,
+    /// Addresses of reverse proxies whose requests are served under any host name and origin. Default none.
+    pub trusted_proxies: Vec<IpAddr>,
     /// File of clients and their keys; without it every client is served. Default none.
     pub keys_file: Option<PathBuf>,
     /// Endpoints served without a key even if clients have keys. Default `health`.

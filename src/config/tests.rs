@@ -155,6 +155,10 @@ fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
         let reported = report(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n"));
         assert!(reported.contains("http.allowed_hosts"), "{reported}");
     }
+    for address in ["172.30.32.0/24", "box.lan", "172.30.32.2:80", ""] {
+        let reported = report(&format!("http: {{trusted_proxies: [\"{address}\"]}}\n"));
+        assert!(reported.contains("http.trusted_proxies"), "{reported}");
+    }
     let reported = report("http: {models: {gpt-4o: nothing}}\n");
     assert!(
         reported.contains("`gpt-4o: nothing` refers to a model that is not configured"),

@@ -504,6 +504,17 @@ impl Checker {
                 );
             }
         }
+        let mut trusted_proxies = Vec::new();
+        for address in &raw.trusted_proxies {
+            match address.parse::<IpAddr>() {
+                Ok(address) => trusted_proxies.push(address.to_canonical()),
+                Err(_) => self.fault(
+                    "http.trusted_proxies",
+                    format!("`{}` is not an IP address", address.escape_debug()),
+                    Some("write addresses without port and prefix, for example `172.30.32.2`"),
+                ),
+            }
+        }
         let keys_file = match raw.keys_file.0.as_deref() {
             None | Some("none") => None,
             Some(_) => self.directory("http.keys_file", &raw.keys_file),
@@ -521,6 +532,7 @@ impl Checker {
         HttpConfig {
             listen,
             allowed_hosts: raw.allowed_hosts,
+            trusted_proxies,
             keys_file,
             keyless,
             models: raw.models.0,

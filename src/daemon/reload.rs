@@ -237,6 +237,7 @@ pub(super) fn access_of(
     let keyless = |what| config.http.keyless.contains(&what);
     Access {
         hosts: config.http.allowed_hosts.clone(),
+        proxies: config.http.trusted_proxies.clone(),
         clients: clients.map(|clients| clients.into_iter().map(client).collect()),
         keyless: Keyless {
             health: keyless(config::Keyless::Health),

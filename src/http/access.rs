@@ -1,6 +1,6 @@
 //! Access to the APIs: host names and API keys, replaceable while they are served.
 
-use std::{fmt, hint::black_box, sync::Arc};
+use std::{fmt, hint::black_box, net::IpAddr, sync::Arc};
 
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
@@ -16,6 +16,8 @@ use cotenant_units::Tokens;
 pub struct Access {
     /// Host names, besides those of this machine, under which the APIs are served.
     pub hosts: Vec<String>,
+    /// Reverse proxies that check host names and origins themselves.
+    pub proxies: Vec<IpAddr>,
     /// Clients with keys; `None` when every client is served.
     pub clients: Option<Vec<Arc<Client>>>,
     /// Endpoints that need no key.

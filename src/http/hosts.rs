@@ -22,7 +22,13 @@ pub enum Reach {
     Network,
     /// A Unix socket, which browsers cannot reach.
     Socket,
+    /// TCP, from a trusted reverse proxy.
+    Proxy,
 }
+
+/// Address at the remote end of a connection; `None` for a Unix socket.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer(pub(super) Option<IpAddr>);
 
 /// Refuses browser requests made by pages of foreign sites.
 ///
@@ -41,7 +47,7 @@ pub(super) fn check(
             format!("cannot serve a request with {hosts} `Host` headers: HTTP/1.1 demands one");
         return Err(Fault::bad_request("invalid_host", message));
     }
-    if reach == Reach::Socket {
+    if matches!(reach, Reach::Socket | Reach::Proxy) {
         return Ok(());
     }
     let values = |name| headers.get_all(name).iter();

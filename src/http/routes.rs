@@ -27,7 +27,7 @@ use super::{
     body::read_body,
     chat, completions, embeddings,
     fault::{Fault, shortened},
-    hosts::{self, Reach},
+    hosts::{self, Peer, Reach},
     memory::{RequestMemory, Who},
     messages, ollama, realtime, responses, speech, status, tokens, transcription,
 };
@@ -109,6 +109,11 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
         .copied()
         .unwrap_or(Reach::Network);
     let access = api.access();
+    let peer = request.extensions().get::<Peer>().and_then(|peer| peer.0);
+    let reach = match peer {
+        Some(address) if access.proxies.contains(&address.to_canonical()) => Reach::Proxy,
+        _ => reach,
+    };
     let checked = hosts::check(
         reach,
         request.version(),
@@ -119,7 +124,8 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
     let page = request
         .headers()
         .get(header::ORIGIN)
-        .filter(|_| checked.is_ok())
+        // a proxy's own pages need no CORS
+        .filter(|_| checked.is_ok() && reach != Reach::Proxy)
         .cloned();
     let mut response = match hosts::preflight(request.headers()).filter(|_| page.is_some()) {
         // browsers send preflight requests without a key

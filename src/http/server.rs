@@ -20,7 +20,7 @@ use tower::ServiceExt;
 
 use super::{
     api::Api,
-    hosts::Reach,
+    hosts::{Peer, Reach},
     limits::Limits,
     memory::{Short, Who},
     realtime::Sessions,
@@ -87,19 +87,20 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
         .layer(Extension(listener.reach()))
         .layer(Extension(sessions.clone()));
     loop {
-        let (io, who) = tokio::select! {
+        let (io, peer) = tokio::select! {
             biased;
             () = shutdown.cancelled() => break,
-            (io, client) = listener.accept() => (L::prepared(io), Who::at(L::address(&client))),
+            (io, client) = listener.accept() => (L::prepared(io), L::address(&client)),
             // removes ended connections from the set
             Some(_ended) = connections.join_next(), if !connections.is_empty() => continue,
         };
+        let who = Who::at(peer);
         match api.connection(&who) {
             Ok(permit) => {
                 let (router, limits, shutdown) =
                     (router.clone(), api.limits().clone(), shutdown.clone());
                 connections.spawn(async move {
-                    connection(io, who, router, &limits, shutdown).await;
+                    connection(io, Peer(peer), router, &limits, shutdown).await;
                     drop(permit);
                 });
             }
@@ -130,18 +131,20 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
 
 async fn connection<I>(
     io: I,
-    who: Who,
+    peer: Peer,
     router: Router,
     limits: &Limits,
     shutdown: CancellationToken,
 ) where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let who = Who::at(peer.0);
     let service = service_fn(move |request: hyper::Request<Incoming>| {
         let (router, who) = (router.clone(), who.clone());
         async move {
             let mut request: Request = request.map(Body::new);
             request.extensions_mut().insert(who);
+            request.extensions_mut().insert(peer);
             router
                 .oneshot(request)
                 .await

@@ -324,9 +324,10 @@ static PAGE: LazyLock<String> = LazyLock::new(|| {
 const NO_STORE: (header::HeaderName, HeaderValue) =
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
-/// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server.
+/// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server;
+/// only a page of the same origin, such as that of a proxy with a path for it, may frame it.
 const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-E4/5vKd/ICsfsSZ6X33ACpK8aRK7TFQvlKhcL9oeJAQ='; style-src 'sha256-q+y2f29Hm9+/wMm5afrZZgPI82nat7VAOeQXFy2vp84='; \
-                           connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
+                           connect-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
 /// For browsers and scrapers without OpenMetrics.

@@ -41,6 +41,7 @@ async fn with_keys(keyless: Keyless) -> Open {
             client("study", "key-of-the-study", Class::Interactive, None),
         ]),
         keyless,
+        ..Access::default()
     };
     open_to(Limits::default(), true, access).await
 }
@@ -255,6 +256,25 @@ async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
         }
     }
     assert_eq!(ask("OPTIONS", &[KEY]).await.status, 405, "of no page");
+}
+
+/// Home Assistant's ingress passes on the host and the origin of the user's browser.
+#[tokio::test]
+async fn a_trusted_proxy_passes_on_any_host_name_and_others_do_not() {
+    let sent = [
+        ("Host", "home.example:8123"),
+        ("origin", "https://home.example:8123"),
+    ];
+    for (proxy, status) in [("127.0.0.1", 200), ("172.30.32.2", 421)] {
+        let access = Access {
+            proxies: vec![proxy.parse().unwrap()],
+            ..Access::default()
+        };
+        let open = open_to(Limits::default(), true, access).await;
+        let answer = post(open.address, CHAT, &sent, &question()).await;
+        assert_eq!(answer.status, status, "{answer:?}");
+        assert_eq!(answer.header("access-control-allow-origin"), "");
+    }
 }
 
 /// The headers that nginx sends in the example of `docs/operating.md`.
