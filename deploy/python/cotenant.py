@@ -1,9 +1,12 @@
-"""Leases of memory from cotenant for a Python program. One file: copy it beside yours. Needs only `grpcio`.
+"""Leases of memory from cotenant for a Python program. One file: install its package, or copy it beside yours. Needs only `grpcio`.
 
     import cotenant
 
     with cotenant.lease("vision", min="180MiB", max="600MiB", on_shrink=shrink) as lease:
         work(lease.held_bytes)
+
+    async with cotenant.async_lease("vision", min="180MiB", max="600MiB", on_shrink=shrink) as lease:
+        await work(lease.held_bytes)
 
 A thread renews the lease. When the supervisor reclaims memory, `on_shrink(target_bytes, reason)` is called: free memory down
 to that many bytes and return, or return what is still in use. Freed memory is credited when the supervisor has measured it. A
@@ -13,17 +16,33 @@ return; the end is then confirmed to the supervisor, which keeps the memory rese
 The messages are those of `proto/cotenant/v1/lease.proto`, written and read here by hand.
 """
 
+from __future__ import annotations
+
+import asyncio
 import collections
+import concurrent.futures
+import contextlib
+import inspect
 import os
 import queue
 import re
 import threading
 import time
+import types
 import uuid
+from typing import Any, Awaitable, Callable, Dict, List, Optional, Tuple, Type, Union
 
 import grpc
 
-__all__ = ["lease", "Lease", "Refused"]
+__all__ = ["async_lease", "AsyncLease", "lease", "Lease", "Refused"]
+
+#: Bytes, or a string such as "180MiB".
+Size = Union[int, str]
+#: Called with the bytes to shrink to and the reason; returns the bytes still in use, or None when the target is reached.
+OnShrink = Callable[[int, str], Optional[int]]
+#: The same, or a coroutine function.
+AsyncOnShrink = Callable[[int, str], Union[Optional[int], Awaitable[Optional[int]]]]
+_Message = Dict[int, List[Any]]
 
 ENDPOINT = "unix:///run/cotenant/cotenant.sock"
 CLASSES = {"audio-realtime": 1, "interactive": 2, "llm-elastic": 3, "batch": 4}
@@ -34,9 +53,11 @@ UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 class Refused(Exception):
     """The request was denied. `reason` is a code such as INSUFFICIENT_MEMORY; `retry_after` is in seconds, or None."""
 
-    def __init__(self, error):
+    def __init__(self, error: grpc.RpcError) -> None:
         super().__init__(error.details() or str(error.code()))
-        self.code, self.reason, self.retry_after = error.code(), None, None
+        self.code: grpc.StatusCode = error.code()
+        self.reason: Optional[str] = None
+        self.retry_after: Optional[float] = None
         for key, value in error.trailing_metadata() or ():
             if key == "grpc-status-details-bin":
                 for packed in _decode(value).get(3, ()):
@@ -48,9 +69,19 @@ class Refused(Exception):
                         self.retry_after = _seconds(detail, 1)
 
 
-def lease(tenant, min, max=None, **options):
+def lease(tenant: str, min: Size, max: Optional[Size] = None, *, lease_class: str = "interactive", term: float = 10.0,
+          max_wait: float = 0.0, on_shrink: Optional[OnShrink] = None, endpoint: Optional[str] = None) -> Lease:
     """A lease for use in `with`. Sizes are bytes or strings such as "180MiB". See Lease for the options."""
-    return Lease(tenant, min, max, **options)
+    return Lease(tenant, min, max, lease_class=lease_class, term=term, max_wait=max_wait, on_shrink=on_shrink,
+                 endpoint=endpoint)
+
+
+def async_lease(tenant: str, min: Size, max: Optional[Size] = None, *, lease_class: str = "interactive",
+                term: float = 10.0, max_wait: float = 0.0, on_shrink: Optional[AsyncOnShrink] = None,
+                endpoint: Optional[str] = None) -> AsyncLease:
+    """A lease for use in `async with`. See AsyncLease."""
+    return AsyncLease(tenant, min, max, lease_class=lease_class, term=term, max_wait=max_wait, on_shrink=on_shrink,
+                      endpoint=endpoint)
 
 
 class Lease:
@@ -63,25 +94,32 @@ class Lease:
     endpoint      of the supervisor; default $COTENANT_ENDPOINT, or its path socket
     """
 
-    def __init__(self, tenant, min, max=None, *, lease_class="interactive", term=10.0, max_wait=0.0, on_shrink=None,
-                 endpoint=None):
+    def __init__(self, tenant: str, min: Size, max: Optional[Size] = None, *, lease_class: str = "interactive",
+                 term: float = 10.0, max_wait: float = 0.0, on_shrink: Optional[OnShrink] = None,
+                 endpoint: Optional[str] = None) -> None:
         self.tenant, self.min, self.max = tenant, _size(min), _size(max if max is not None else min)
         self.lease_class, self.term, self.max_wait = CLASSES[lease_class], float(term), float(max_wait)
         self.on_shrink = on_shrink
+        #: Bytes that the program may use.
         self.held_bytes = 0
-        self.target_bytes = None
-        self.ended = None
+        #: Bytes of the last request to shrink; None before the first.
+        self.target_bytes: Optional[int] = None
+        #: Why the lease is over; None while it lasts.
+        self.ended: Optional[str] = None
+        self.name, self.boot_id, self.generation = "", "", 0
         self._over = threading.Event()
+        self._at_end: Callable[[], None] = lambda: None
         self._closing = False
-        self._targets = queue.Queue()
-        self._say = None
+        self._targets: queue.Queue[Optional[Tuple[int, int, str]]] = queue.Queue()
+        self._say: Optional[_Stream] = None
+        self._heard = 0.0
         # grpc-core sends the path of a socket as :authority, which HTTP/2 servers may refuse.
         self._channel = grpc.insecure_channel(
             endpoint or os.environ.get("COTENANT_ENDPOINT", ENDPOINT),
             options=[("grpc.default_authority", "localhost"), ("grpc.max_reconnect_backoff_ms", 1000)],
         )
 
-    def __enter__(self):
+    def __enter__(self) -> Lease:
         request = _encode((1, str(uuid.uuid4())), (2, self.tenant), (3, self.lease_class), (4, self.min),
                           (5, self.max), (6, _duration(self.term)), (7, _duration(self.max_wait)))
         try:
@@ -96,7 +134,8 @@ class Lease:
             thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind: Optional[Type[BaseException]] = None, error: Optional[BaseException] = None,
+                 trace: Optional[types.TracebackType] = None) -> None:
         self._closing = True
         if not self._over.is_set():
             try:
@@ -109,24 +148,23 @@ class Lease:
             shrinking.join()
         self._channel.close()
 
-    def resize(self, min, max=None, max_wait=0.0):
+    def resize(self, min: Size, max: Optional[Size] = None, max_wait: float = 0.0) -> int:
         """Requests another size; returns the bytes held afterwards."""
         least, most = _size(min), _size(max if max is not None else min)
         request = self._names() + _encode((4, least), (5, most), (6, _duration(max_wait)))
         self._take(_decode(_decode(self._call("UpdateLease", request, max_wait + 10))[1][0]))
         return self.held_bytes
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: Optional[float] = None) -> bool:
         """Waits until the lease is over; returns whether it is."""
         return self._over.wait(timeout)
 
     # The stream: renews the lease every third of a term, and receives targets.
 
-    def _hold(self):
+    def _hold(self) -> None:
         pulse = threading.Thread(target=self._pulse, name="cotenant pulse", daemon=True)
         while not self._over.is_set():
-            say = queue.Queue()
-            say.sent = collections.deque()  # send times of unanswered messages
+            say = _Stream()
             self._renew(say)
             self._say = say
             if self._over.is_set():
@@ -145,7 +183,7 @@ class Lease:
                 say.put(None)
             self._over.wait(min(self.term / 10, 0.5))
 
-    def _pulse(self):
+    def _pulse(self) -> None:
         renew_at = time.monotonic() + self.term / 3
         while not self._over.wait(max(0, min(renew_at, self._heard + self.term) - time.monotonic())):
             if time.monotonic() >= self._heard + self.term:
@@ -153,16 +191,17 @@ class Lease:
                 return
             if time.monotonic() >= renew_at:
                 renew_at = time.monotonic() + self.term / 3
-                self._renew(self._say)  # ignored on an ended stream; a new stream starts with a renewal
+                if self._say is not None:
+                    self._renew(self._say)  # ignored on an ended stream; a new stream starts with a renewal
 
-    def _renew(self, say, answer=b""):
+    def _renew(self, say: _Stream, answer: bytes = b"") -> None:
         say.sent.append(time.monotonic())
         say.put(self._names() + answer)
 
-    def _hear(self, answer):
+    def _hear(self, answer: _Message) -> None:
         if 1 in answer:
             # The supervisor renewed it no earlier than this message was sent.
-            if self._say.sent:
+            if self._say is not None and self._say.sent:
                 self._heard = self._say.sent.popleft()
             self._take(_decode(answer[1][0]))
         elif 2 in answer:
@@ -171,7 +210,7 @@ class Lease:
         elif 4 in answer:
             self._end(_text(_decode(answer[4][0]), 2))
 
-    def _shrink(self):
+    def _shrink(self) -> None:
         while True:
             target = self._targets.get()
             if target is None:
@@ -193,40 +232,131 @@ class Lease:
                 except (Refused, grpc.RpcError, ValueError):
                     pass  # already known, no supervisor, or the block has been left
                 return
-            fields = [(4, nonce), (5, target_bytes), (6, state), (8, why)]
-            if state == DEFERRED:
+            fields: List[Tuple[int, Union[int, str, bytes]]] = [(4, nonce), (5, target_bytes), (6, state), (8, why)]
+            if state == DEFERRED and used is not None:
                 fields.append((7, used))
             if self._say is not None:
                 self._renew(self._say, _encode(*fields))
 
-    def _end(self, reason):
+    def _end(self, reason: str) -> None:
         if not self._over.is_set():
             self.ended, self.held_bytes = "given back" if self._closing else reason, 0
             self._over.set()
+            self._at_end()
             self._targets.put(None if self._closing else (0, 0, reason))
             if self._say is not None:
                 self._say.put(None)
 
-    def _take(self, lease):
+    def _take(self, lease: _Message) -> None:
         self.name, self.boot_id, self.generation = _text(lease, 1), _text(lease, 6), _number(lease, 7)
         if not self._over.is_set():
             self.held_bytes = _number(lease, 8)
 
-    def _names(self):
+    def _names(self) -> bytes:
         return _encode((1, self.name), (2, self.boot_id), (3, self.generation))
 
-    def _call(self, method, request, timeout):
+    def _call(self, method: str, request: bytes, timeout: float) -> bytes:
         try:
-            return self._channel.unary_unary(_path(method))(request, timeout=timeout)
+            answer: bytes = self._channel.unary_unary(_path(method))(request, timeout=timeout)
         except grpc.RpcError as error:
             raise Refused(error) from None
+        return answer
 
 
-def _path(method):
+class AsyncLease:
+    """A lease for asyncio: as Lease, and `on_shrink` runs in the event loop and may be a coroutine function."""
+
+    def __init__(self, tenant: str, min: Size, max: Optional[Size] = None, *, lease_class: str = "interactive",
+                 term: float = 10.0, max_wait: float = 0.0, on_shrink: Optional[AsyncOnShrink] = None,
+                 endpoint: Optional[str] = None) -> None:
+        self._on_shrink = on_shrink
+        self._lease = Lease(tenant, min, max, lease_class=lease_class, term=term, max_wait=max_wait, endpoint=endpoint,
+                            on_shrink=self._shrink if on_shrink else None)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="cotenant")
+
+    @property
+    def name(self) -> str:
+        """Name in events and commands, such as `vision#7`."""
+        return self._lease.name
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the program may use."""
+        return self._lease.held_bytes
+
+    @property
+    def target_bytes(self) -> Optional[int]:
+        """Bytes of the last request to shrink; None before the first."""
+        return self._lease.target_bytes
+
+    @property
+    def ended(self) -> Optional[str]:
+        """Why the lease is over; None while it lasts."""
+        return self._lease.ended
+
+    async def __aenter__(self) -> AsyncLease:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._lease._at_end = self._notify
+        entering = self._thread.submit(self._lease.__enter__)
+        try:
+            await asyncio.wrap_future(entering)
+        except asyncio.CancelledError:
+            # The request cannot be interrupted: what it still obtains is given back.
+            entering.add_done_callback(self._abandon)
+            raise
+        except Exception:
+            self._thread.shutdown(wait=False)
+            raise
+        return self
+
+    async def __aexit__(self, kind: Optional[Type[BaseException]] = None, error: Optional[BaseException] = None,
+                        trace: Optional[types.TracebackType] = None) -> None:
+        leaving = self._thread.submit(self._lease.__exit__)
+        self._thread.shutdown(wait=False)
+        await asyncio.wrap_future(leaving)
+
+    async def resize(self, min: Size, max: Optional[Size] = None, max_wait: float = 0.0) -> int:
+        """Requests another size; returns the bytes held afterwards."""
+        return await asyncio.wrap_future(self._thread.submit(self._lease.resize, min, max, max_wait))
+
+    async def wait(self, timeout: Optional[float] = None) -> bool:
+        """Waits until the lease is over; returns whether it is."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._over.wait(), timeout)
+        return self._over.is_set()
+
+    def _abandon(self, entering: concurrent.futures.Future[Lease]) -> None:
+        if not entering.cancelled() and entering.exception() is None:
+            threading.Thread(target=self._lease.__exit__, name="cotenant").start()
+        self._thread.shutdown(wait=False)
+
+    def _notify(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed
+            self._loop.call_soon_threadsafe(self._over.set)
+
+    def _shrink(self, target_bytes: int, reason: str) -> Optional[int]:
+        return asyncio.run_coroutine_threadsafe(self._called(target_bytes, reason), self._loop).result()
+
+    async def _called(self, target_bytes: int, reason: str) -> Optional[int]:
+        assert self._on_shrink is not None
+        used = self._on_shrink(target_bytes, reason)
+        return await used if inspect.isawaitable(used) else used
+
+
+class _Stream:
+    """Messages of one stream, up to None, and the send times of those without an answer."""
+
+    def __init__(self) -> None:
+        self._messages: queue.Queue[Optional[bytes]] = queue.Queue()
+        self.sent: collections.deque[float] = collections.deque()
+        self.put, self.get, self.qsize = self._messages.put, self._messages.get, self._messages.qsize
+
+
+def _path(method: str) -> str:
     return f"/cotenant.v1.LeaseService/{method}"
 
 
-def _size(size):
+def _size(size: Size) -> int:
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B)\s*", size)
@@ -235,28 +365,30 @@ def _size(size):
     return int(match[1]) << UNITS[match[2]]
 
 
-def _duration(seconds):
+def _duration(seconds: float) -> bytes:
     whole = int(seconds)
     return _encode((1, whole), (2, int((seconds - whole) * 1e9)))
 
 
-def _seconds(message, number):
+def _seconds(message: _Message, number: int) -> float:
     duration = _decode(message[number][0]) if number in message else {}
     return _number(duration, 1) + _number(duration, 2) / 1e9
 
 
-def _number(message, number):
-    return message.get(number, [0])[-1]
+def _number(message: _Message, number: int) -> int:
+    found: int = message.get(number, [0])[-1]
+    return found
 
 
-def _text(message, number):
-    return message.get(number, [b""])[-1].decode("utf-8", "replace")
+def _text(message: _Message, number: int) -> str:
+    text: bytes = message.get(number, [b""])[-1]
+    return text.decode("utf-8", "replace")
 
 
 # Protocol Buffers: a field is a key of number and kind, and a varint (0), 8 bytes (1), bytes (2) or 4 bytes (5).
 
 
-def _varint(value):
+def _varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -265,7 +397,7 @@ def _varint(value):
     return bytes(encoded)
 
 
-def _encode(*fields):
+def _encode(*fields: Tuple[int, Union[int, str, bytes]]) -> bytes:
     message = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -276,10 +408,11 @@ def _encode(*fields):
     return message
 
 
-def _decode(message):
-    fields, at = {}, 0
+def _decode(message: bytes) -> _Message:
+    fields: _Message = {}
+    at = 0
 
-    def varint():
+    def varint() -> int:
         nonlocal at
         value, shift = 0, 0
         while True:
@@ -290,6 +423,7 @@ def _decode(message):
 
     while at < len(message):
         number, kind = divmod(varint(), 8)
+        value: Any
         if kind == 0:
             value = varint()
         else:
