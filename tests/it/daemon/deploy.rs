@@ -335,6 +335,8 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/fish/vendor_completions.d/cotenant.fish",
         "/usr/share/doc/cotenant/copyright",
         "/usr/share/doc/cotenant/third-party-notices.gz",
+        "/usr/share/doc/cotenant/sbom.cdx.json.gz",
+        "/usr/share/doc/cotenant/examples/avahi/cotenant.service",
         "/usr/share/doc/cotenant/troubleshooting.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
