@@ -111,7 +111,7 @@ pub enum Command {
     /// supervisor. The same command again prints the same lease. This needs the role operator or delegate.
     Hold(hold::Hold),
     /// Show budget, pressure, LLM, workers and leases.
-    Status,
+    Status(status::Status),
     /// Show memory, holders and recent events on a terminal, live.
     Top(top::Top),
     /// Plot memory by owner over time, from the journal.
@@ -201,7 +201,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Demo(verb) => Ok(demo::run(&global, &verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(&verb)),
-        Command::Status => client(status::status(&global)),
+        Command::Status(verb) => client(status::run(&global, &verb)),
         Command::Top(verb) => client(top::run(&global, &verb)),
         Command::Leases(verb) => client(leases::run(&global, verb)),
         Command::Hold(verb) => runtime()?.block_on(hold::run(&global, &verb)),

@@ -97,7 +97,7 @@ impl LlmMetrics {
             ),
             drafted: table.add(
                 "llm_drafted_tokens",
-                "Tokens drafted from repetitions, by outcome",
+                "Tokens drafted, by outcome",
             ),
             experts: table.add(
                 "llm_expert_uses",

@@ -3,7 +3,7 @@
 use std::{
     os::unix::{fs::PermissionsExt as _, net::UnixDatagram},
     process::Command,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use cotenant::rpc::{
@@ -28,6 +28,29 @@ use crate::{
 /// Text that was wrapped for a terminal.
 pub(super) fn in_one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_status_is_watched_until_the_daemon_ends() {
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
+    let arguments = ["status", "--watch=20ms", "-o", "ndjson"];
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(|| installation.run(&arguments));
+        // Some readings; fewer on a slow machine are enough.
+        std::thread::sleep(Duration::from_millis(500));
+        daemon.signal(Signal::SIGKILL);
+        let watched = watching.join().unwrap();
+        assert_eq!(watched.status.code(), Some(3), "{}", said(&watched));
+        let states = String::from_utf8(watched.stdout).unwrap();
+        assert!(states.lines().count() > 1, "{states}");
+        for state in states.lines() {
+            let state: Value = serde_json::from_str(state).unwrap();
+            assert_eq!(state["budget"]["budgetBytes"], 64 << 20, "{state}");
+        }
+    });
+    let none = said(&installation.run(&["status", "--watch=0s"]));
+    assert!(none.contains("not above zero"), "{none}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
