@@ -95,10 +95,7 @@ impl LlmMetrics {
                 "llm_saved_transfers",
                 "Conversations written to disk and read back, and failed transfers",
             ),
-            drafted: table.add(
-                "llm_drafted_tokens",
-                "Tokens drafted, by outcome",
-            ),
+            drafted: table.add("llm_drafted_tokens", "Tokens drafted, by outcome"),
             experts: table.add(
                 "llm_expert_uses",
                 "Uses of a mixture's experts, found in memory or read from disk",
