@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 11] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 12] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -429,6 +429,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 11] = [
     (
         Architecture::GptOss,
         "it is a mixture of experts, which no kernel supports",
+    ),
+    (
+        Architecture::GraniteHybrid,
+        "it has selective scans (Mamba-2), which no kernel supports",
     ),
     (
         Architecture::Lfm2,

@@ -446,11 +446,11 @@ fn nearest_family(architecture: &str) -> &'static str {
         ),
         (
             "granite",
-            "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M",
+            "use a dense Granite 3.3, or Granite 4, for example granite-4.0-h-micro Q4_K_M",
         ),
         (
             "mamba",
-            "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M",
+            "use Granite 4 hybrid, for example granite-4.0-h-micro Q4_K_M, or Qwen3.5",
         ),
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),

@@ -29,7 +29,7 @@ mod tensors;
 pub(super) use family::HeadNorms;
 pub use family::{
     Activation, Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec,
-    LayerInputs, LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, Scores,
+    LayerInputs, LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role, ScanSpec, Scores,
     Temperature, Vector,
 };
 pub(super) use limits::{POSITIONS_MAX, root};
@@ -218,6 +218,7 @@ impl Spec {
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
+            Architecture::GraniteHybrid => Some(RecurrentSpec::Scan(keys.scan()?)),
             Architecture::Lfm2 | Architecture::Lfm2Moe => {
                 Some(RecurrentSpec::Convolution(keys.convolution(width)?))
             }
@@ -280,9 +281,13 @@ impl Spec {
                 matrices: Vec::new(),
                 vectors: Vec::new(),
             };
-            let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
+            let layer = match recurrent
+                .as_ref()
+                .filter(|_| keys.is_recurrent(architecture, index))
+            {
                 Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
                 Some(RecurrentSpec::Delta(spec)) => builder.delta(architecture, spec)?,
+                Some(RecurrentSpec::Scan(spec)) => builder.scan(architecture, spec)?,
                 None => builder.attention(
                     architecture,
                     attention.local.is_some() && keys.is_local(architecture, index),
@@ -325,15 +330,15 @@ impl Spec {
                 .ok_or_else(|| keys.wrong(epsilon, "it is missing".to_owned()))?,
             embedding_scale: match architecture {
                 _ if architecture.is_gemma() => root(width),
-                Architecture::Granite => keys.factor("embedding_scale", 1.0)?,
+                _ if architecture.is_granite() => keys.factor("embedding_scale", 1.0)?,
                 _ => 1.0,
             },
             residual_scale: match architecture {
-                Architecture::Granite => keys.factor("residual_scale", 1.0)?,
+                _ if architecture.is_granite() => keys.factor("residual_scale", 1.0)?,
                 _ => 1.0,
             },
             logit_scale: match architecture {
-                Architecture::Granite => keys.factor("logit_scale", 1.0)?,
+                _ if architecture.is_granite() => keys.factor("logit_scale", 1.0)?,
                 _ => 1.0,
             },
             temperature: match architecture {

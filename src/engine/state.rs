@@ -148,7 +148,8 @@ pub struct Trial {
     pub rows: usize,
 }
 
-/// Inputs of a recurrence: of the rows of a chunk, and, for the delta rule, decay and strength of some of them.
+/// Inputs of a recurrence: of the rows of a chunk, and of some of them, for the delta rule, decay and strength, for a
+/// scan, the step.
 pub type TrialInputs = [View; 3];
 
 impl Trial {
@@ -200,9 +201,10 @@ impl Trial {
 
 /// Elements of a row in each group of inputs.
 fn widths(recurrent: &RecurrentSpec) -> [usize; 3] {
-    let heads = match recurrent {
-        RecurrentSpec::Convolution(_) => 0,
-        RecurrentSpec::Delta(spec) => spec.value_heads,
+    let [second, third] = match recurrent {
+        RecurrentSpec::Convolution(_) => [0, 0],
+        RecurrentSpec::Delta(spec) => [spec.value_heads; 2],
+        RecurrentSpec::Scan(spec) => [spec.heads, 0],
     };
-    [recurrent.inputs(), heads, heads]
+    [recurrent.inputs(), second, third]
 }

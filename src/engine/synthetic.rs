@@ -40,7 +40,8 @@ pub struct Synthetic {
     pub rotary_base: f32,
     /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `gpt-oss`, `olmo2`).
     pub windows: (u32, u32),
-    /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
+    /// Key heads, value heads and head elements of recurrent layers (`qwen35`); groups, heads and state elements of
+    /// scans (`granitehybrid`), which are twice as wide as the residual stream.
     pub recurrent: (u32, u32, u32),
     /// Experts of each layer, and those that a token uses; none if zero.
     pub experts: (u32, u32),
@@ -171,7 +172,7 @@ impl Synthetic {
             put("expert_count", Uint(self.experts.0));
             put("expert_used_count", Uint(self.experts.1));
             put("expert_feed_forward_length", Uint(self.feed_forward));
-            if self.architecture == Architecture::Qwen35Moe {
+            if let Architecture::GraniteHybrid | Architecture::Qwen35Moe = self.architecture {
                 let key = "expert_shared_feed_forward_length";
                 put(key, Uint(self.feed_forward));
             }
@@ -183,6 +184,7 @@ impl Synthetic {
         });
         let heads = match self.architecture {
             _ if self.architecture.is_lfm2() => Ints(heads.collect()),
+            Architecture::GraniteHybrid => Ints(heads.collect()),
             _ => Uint(self.kv_heads),
         };
         if self.architecture != Architecture::Gemma4 {
@@ -201,12 +203,21 @@ impl Synthetic {
             Architecture::Llama | Architecture::SmolLm3 => {
                 put("vocab_size", Uint(self.vocabulary));
             }
-            Architecture::Granite => {
+            Architecture::Granite | Architecture::GraniteHybrid => {
                 put("vocab_size", Uint(self.vocabulary));
                 put("attention.scale", Float(0.0625));
                 put("embedding_scale", Float(12.0));
                 put("residual_scale", Float(0.22));
                 put("logit_scale", Float(8.0));
+                if self.architecture == Architecture::GraniteHybrid {
+                    let (groups, heads, state) = self.recurrent;
+                    put("rope.scaling.finetuned", Bool(false));
+                    put("ssm.conv_kernel", Uint(4));
+                    put("ssm.state_size", Uint(state));
+                    put("ssm.group_count", Uint(groups));
+                    put("ssm.time_step_rank", Uint(heads));
+                    put("ssm.inner_size", Uint(2 * self.width));
+                }
             }
             Architecture::Mistral3 => {
                 put("vocab_size", Uint(self.vocabulary));
@@ -345,6 +356,7 @@ impl Synthetic {
             | Architecture::Qwen3VlMoe => "qwen2",
             Architecture::Qwen35 | Architecture::Qwen35Moe => "qwen35",
             Architecture::GptOss => "gpt-4o",
+            Architecture::GraniteHybrid => "refact",
             Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
             Architecture::StableLm => "stablelm2",
         };
@@ -460,10 +472,15 @@ impl Synthetic {
             let convolution = recurrent && self.architecture.is_lfm2();
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
+            let scans = recurrent && self.architecture == Architecture::GraniteHybrid;
+            let mixed = 2 * width + 2 * keys * dim;
             let query = self.heads * head_dim;
             if convolution {
                 matrix("shortconv.in_proj", width, 3 * width, false);
                 matrix("shortconv.out_proj", width, width, false);
+            } else if scans {
+                matrix("ssm_in", width, 2 * width + mixed + values, false);
+                matrix("ssm_out", 2 * width, width, false);
             } else if recurrent {
                 matrix("attn_qkv", width, channels, true);
                 matrix("attn_gate", width, values * dim, false);
@@ -501,7 +518,7 @@ impl Synthetic {
                     stack("ffn_up_exps", width, inner, false, experts);
                 }
                 stack("ffn_down_exps", inner, width, true, experts);
-                if self.architecture == Architecture::Qwen35Moe {
+                if let Architecture::GraniteHybrid | Architecture::Qwen35Moe = self.architecture {
                     stack("ffn_gate_shexp", width, inner, false, 0);
                     stack("ffn_up_shexp", width, inner, false, 0);
                     stack("ffn_down_shexp", inner, width, true, 0);
@@ -593,6 +610,18 @@ impl Synthetic {
             };
             if convolution {
                 list.push(rows_of("shortconv.conv.weight", 3, width));
+            } else if scans {
+                vector("ssm_dt.bias", values, Draw::Bias);
+                vector("ssm_conv1d.bias", mixed, Draw::Bias);
+                list.push(rows_of("ssm_conv1d.weight", 4, mixed));
+                for (name, columns, rows, draw) in [
+                    ("ssm_a", 1, values, Draw::Decay),
+                    ("ssm_d", 1, values, Draw::Norm),
+                    ("ssm_norm.weight", 2 * width / keys, keys, Draw::Norm),
+                ] {
+                    let vectors = rows_of(name, columns, rows);
+                    list.push(Tensor { draw, ..vectors });
+                }
             } else if recurrent {
                 vector("ssm_dt.bias", values, Draw::Bias);
                 vector("ssm_a", values, Draw::Decay);
@@ -686,7 +715,9 @@ impl Synthetic {
     const fn is_recurrent(&self, layer: u32) -> bool {
         match self.architecture {
             Architecture::Lfm2 | Architecture::Lfm2Moe => !(layer + 1).is_multiple_of(3),
-            Architecture::Qwen35 | Architecture::Qwen35Moe => !(layer + 1).is_multiple_of(4),
+            Architecture::GraniteHybrid | Architecture::Qwen35 | Architecture::Qwen35Moe => {
+                !(layer + 1).is_multiple_of(4)
+            }
             _ => false,
         }
     }

@@ -154,8 +154,7 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
             _ => TensorKind::Vectors,
         };
     };
-    let is_matrix =
-        info.dims.len() > 1 && !rest.starts_with("ssm_conv1d") && !rest.ends_with(".bias");
+    let is_matrix = info.dims.len() > 1 && !VECTORS.contains(&rest) && !rest.ends_with(".bias");
     match rest {
         _ if !is_matrix => TensorKind::Vectors,
         "inp_gate.weight" | "proj.weight" => TensorKind::FeedForward,
@@ -164,6 +163,9 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
         _ => TensorKind::Attention,
     }
 }
+
+/// Vectors of layers with a state that have two axes.
+const VECTORS: [&str; 4] = ["ssm_a", "ssm_conv1d.weight", "ssm_d", "ssm_norm.weight"];
 
 /// Classifies by the module names of transformers.
 fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
@@ -176,7 +178,8 @@ fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
         _ if has("lm_head") => TensorKind::Head,
         _ if tensor.dims.len() < 2 || has("conv1d") => TensorKind::Vectors,
         _ if has(".mlp.") || has(".feed_forward.") || has("per_layer_") => TensorKind::FeedForward,
-        _ if has(".linear_attn.") => TensorKind::Recurrent,
+        _ if has(".shared_mlp.") || has(".block_sparse_moe.") => TensorKind::FeedForward,
+        _ if has(".linear_attn.") || has(".mamba.") => TensorKind::Recurrent,
         _ if has(".self_attn.") => TensorKind::Attention,
         _ => TensorKind::Vectors,
     }

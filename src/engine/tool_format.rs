@@ -2,7 +2,7 @@
 //!
 //! | format | the call | found in the template by |
 //! |---|---|---|
-//! | [`ToolFormat::Tagged`] | `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` (Hermes, Qwen 2.5, Qwen 3) | `<tool_call>` |
+//! | [`ToolFormat::Tagged`] | `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` (Hermes, Qwen 2.5, Qwen 3, Granite 4) | `<tool_call>` |
 //! | [`ToolFormat::Parameters`] | `<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>…` (Qwen 3.5, Qwen 3 Coder) | `<function=` |
 //! | [`ToolFormat::Mistral`] | `[TOOL_CALLS]name[ARGS]{…}` (Mistral, Ministral, Devstral) | `[TOOL_CALLS]` |
 //! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |

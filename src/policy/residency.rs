@@ -29,7 +29,7 @@ pub enum LayerKind {
     Experts,
     /// Not a layer: a tile of the output head.
     Head,
-    /// Keeps a state of fixed size (Gated DeltaNet).
+    /// Keeps a state of fixed size (Gated DeltaNet, Mamba-2).
     Recurrent,
 }
 

@@ -71,7 +71,8 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     for architecture in Architecture::ALL {
         if matches!(
             architecture,
-            Architecture::Lfm2
+            Architecture::GraniteHybrid
+                | Architecture::Lfm2
                 | Architecture::Lfm2Moe
                 | Architecture::Qwen35
                 | Architecture::Qwen35Moe
@@ -315,6 +316,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
             architecture,
             Architecture::Qwen35
                 | Architecture::Qwen35Moe
+                | Architecture::GraniteHybrid
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
                 | Architecture::GptOss

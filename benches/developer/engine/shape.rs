@@ -86,6 +86,10 @@ pub(crate) enum ShapeName {
     TinyGptOss,
     /// The same of Granite.
     TinyGranite,
+    /// The same of Granite 4 hybrid.
+    TinyGraniteHybrid,
+    /// The same of Granite 4 hybrid with a mixture of experts.
+    TinyGraniteHybridMoe,
     /// The same of LFM2.
     #[value(name = "tiny-lfm2")]
     TinyLfm2,
@@ -248,6 +252,11 @@ impl ShapeName {
             Self::TinyGemma4 => tiny(Architecture::Gemma4),
             Self::TinyGptOss => tiny(Architecture::GptOss),
             Self::TinyGranite => tiny(Architecture::Granite),
+            Self::TinyGraniteHybrid => tiny(Architecture::GraniteHybrid),
+            Self::TinyGraniteHybridMoe => Synthetic {
+                experts: (8, 2),
+                ..tiny(Architecture::GraniteHybrid)
+            },
             Self::TinyLfm2 => tiny(Architecture::Lfm2),
             Self::TinyLfm2Moe => tiny(Architecture::Lfm2Moe),
             Self::TinyLlama => tiny(Architecture::Llama),

@@ -8,7 +8,9 @@ use std::{borrow::Cow, ops::Range};
 use super::memory::{Cells, Region, Span, View};
 use crate::{
     gguf::{GgmlDType, SUPPORTED},
-    spec::{Activation, AttentionSpec, ConvolutionSpec, DeltaSpec, Rotation, Temperature},
+    spec::{
+        Activation, AttentionSpec, ConvolutionSpec, DeltaSpec, Rotation, ScanSpec, Temperature,
+    },
 };
 use cotenant_policy::kv_type::KvType;
 
@@ -55,6 +57,8 @@ pub enum Operation<'a> {
     Norm(Norm),
     /// Cosines and sines of a chunk.
     Rotate(Rotate<'a>),
+    /// A Mamba-2 layer.
+    Scan(Scan),
     /// Rows of the file converted to `f32`.
     Widen(Widen<'a>),
 }
@@ -103,6 +107,7 @@ impl Operation<'_> {
                 factors: job.factors.map(|factors| factors.into_owned().into()),
                 ..job
             }),
+            Self::Scan(job) => Operation::Scan(job),
             Self::Widen(job) => Operation::Widen(Widen {
                 rows: job.rows.iter().map(Row::to_owned).collect(),
                 ..job
@@ -464,6 +469,47 @@ pub struct Delta {
     pub history: View,
     /// Whether state and last inputs stay as before these rows, which are few, on a [device that tries
     /// states](super::Device::tries_states).
+    pub is_trial: bool,
+    /// Row range within the chunk.
+    pub rows: Range<usize>,
+    /// Copies of the result.
+    pub prepare: Prepare,
+}
+
+/// A Mamba-2 layer from projections to the input of its output projection, for some rows of a chunk, after the rows
+/// before them.
+#[derive(Debug)]
+pub struct Scan {
+    /// Constants.
+    pub spec: ScanSpec,
+    /// Epsilon of the norm.
+    pub epsilon: f32,
+    /// Projected inputs, B and C of the whole chunk; replaced by the results, packed in rows of [`ScanSpec::values`]
+    /// from its start.
+    pub mixed: View,
+    /// Projected gate of the output.
+    pub gate: View,
+    /// Projected step of each head.
+    pub step: View,
+    /// Room for the convolution's output.
+    pub scratch: View,
+    /// Convolution taps, oldest first, for each channel.
+    pub convolution: View,
+    /// Bias of the convolution, if it has one.
+    pub convolution_bias: Option<View>,
+    /// Bias of the step.
+    pub step_bias: View,
+    /// Logarithmic decay of each head, negative.
+    pub decay: View,
+    /// Factor of each head's input in its output.
+    pub skip: View,
+    /// Weights of the output norm of each group.
+    pub norm: View,
+    /// State matrices of the layer.
+    pub state: Matrices,
+    /// The convolution's last inputs, oldest first.
+    pub history: View,
+    /// As [`Delta::is_trial`].
     pub is_trial: bool,
     /// Row range within the chunk.
     pub rows: Range<usize>,

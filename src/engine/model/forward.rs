@@ -505,6 +505,14 @@ impl Pass<'_, '_> {
                 ];
                 self.mixer_inputs(index, &wants)?;
             }
+            RecurrentSpec::Scan(_) => {
+                let wants = [
+                    (Role::Gate, Slot::Second, values),
+                    (Role::QueryKeyValue, Slot::Wide, inputs),
+                    (Role::Alpha, Slot::Third, heads),
+                ];
+                self.mixer_inputs(index, &wants)?;
+            }
         }
         let work_of_row = recurrent.work() as u64;
         let mut first = 0;
@@ -578,11 +586,8 @@ impl Pass<'_, '_> {
         let parts = sequence.matrices_of_lane(lane, index);
         let parts = parts.ok_or(Failure::NoMatrix)?;
         let (matrices, history) = sequence.state.aside().ok_or(Failure::NoMatrix)?;
-        let columns = match recurrent {
-            RecurrentSpec::Convolution(_) => 0,
-            RecurrentSpec::Delta(spec) => spec.head_dim,
-        };
-        let is_moved = !(self.model.backend.takes_parts() && Matrices::may_be(&parts, columns));
+        let may_be = Matrices::may_be(&parts, recurrent.state_columns());
+        let is_moved = !(self.model.backend.takes_parts() && may_be);
         self.move_state(index, lane, is_moved, |copy, area| (copy, area))?;
         let matrices = if is_moved {
             Matrices::Whole(matrices)

@@ -68,6 +68,10 @@ pub(super) fn compute(
         pass.products(index, Slot::Normed, &router)?;
     }
     let mut shared: Vec<f32> = Vec::new();
+    if let Beside::Added(_) = spec.beside {
+        pass.gated(index, Slot::Experts)?;
+        shared.resize(rows, 1.0);
+    }
     if let Beside::Gated(_) = spec.beside {
         // Its outputs come before those of the others.
         pass.products(index, Slot::Normed, &[(Role::SharedGate, Slot::Fourth, 1)])?;

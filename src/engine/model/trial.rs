@@ -11,8 +11,10 @@ use std::ops::Range;
 
 use super::loaded::Model;
 use crate::{
-    backend::{Convolve, Delta, DeviceError, Matrices, Operation, Prepare, Span, Types, View},
-    spec::{DeltaSpec, RecurrentSpec, Vector},
+    backend::{
+        Convolve, Delta, DeviceError, Matrices, Operation, Prepare, Scan, Span, Types, View,
+    },
+    spec::{RecurrentSpec, Vector},
     state::TrialInputs,
 };
 
@@ -116,7 +118,7 @@ impl Recurrence {
                 spec: *spec,
                 epsilon: model.spec.epsilon,
                 mixed,
-                gate: gate_of(model, spec, &self.rows),
+                gate: gate_of(model, spec.values(), &self.rows),
                 alpha,
                 beta,
                 scratch: model.workspace.mixed.from(0),
@@ -130,13 +132,31 @@ impl Recurrence {
                 prepare: self.prepare,
                 rows: self.rows,
             }),
+            RecurrentSpec::Scan(spec) => Operation::Scan(Scan {
+                spec: *spec,
+                epsilon: model.spec.epsilon,
+                mixed,
+                gate: gate_of(model, spec.values(), &self.rows),
+                step: alpha,
+                scratch: model.workspace.mixed.from(0),
+                convolution: vector(Vector::Convolution)?,
+                convolution_bias: vector(Vector::ConvolutionBias),
+                step_bias: vector(Vector::DecayBias)?,
+                decay: vector(Vector::Decay)?,
+                skip: vector(Vector::Skip)?,
+                norm: vector(Vector::StateNorm)?,
+                state,
+                history,
+                is_trial: self.is_trial,
+                prepare: self.prepare,
+                rows: self.rows,
+            }),
         })
     }
 }
 
-/// Gates of the results of some rows.
-fn gate_of(model: &Model, spec: &DeltaSpec, rows: &Range<usize>) -> View {
-    let width = spec.values();
+/// Gates of the results of some rows, of `width` elements.
+fn gate_of(model: &Model, width: usize, rows: &Range<usize>) -> View {
     let chunk = model.workspace.chunk();
     let first = rows.start.min(chunk.saturating_sub(rows.len()));
     let rows = first * width..(first + rows.len()) * width;

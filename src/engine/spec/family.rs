@@ -19,6 +19,8 @@ pub enum Architecture {
     GptOss,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
+    /// Granite 4 hybrid: Mamba-2 with some attention layers, dense or with a mixture of experts.
+    GraniteHybrid,
     /// LFM2 and LFM2.5 dense: short convolutions with attention layers at intervals.
     Lfm2,
     /// LFM2 with a mixture of experts in all but the first layers.
@@ -53,13 +55,14 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
         Self::Gemma4,
         Self::GptOss,
         Self::Granite,
+        Self::GraniteHybrid,
         Self::Lfm2,
         Self::Lfm2Moe,
         Self::Llama,
@@ -86,6 +89,7 @@ impl Architecture {
             Self::Gemma4 => "gemma4",
             Self::GptOss => "gpt-oss",
             Self::Granite => "granite",
+            Self::GraniteHybrid => "granitehybrid",
             Self::Lfm2 => "lfm2",
             Self::Lfm2Moe => "lfm2moe",
             Self::Llama => "llama",
@@ -133,6 +137,7 @@ impl Architecture {
             self,
             Self::Gemma4
                 | Self::GptOss
+                | Self::GraniteHybrid
                 | Self::Lfm2Moe
                 | Self::Llama
                 | Self::Qwen3Moe
@@ -144,6 +149,11 @@ impl Architecture {
     /// Whether it is Gemma: embeddings grow with the width, and gates are Gaussian.
     pub(crate) const fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma2 | Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether it is Granite: embeddings, attention, outputs of parts and logits have factors of their own.
+    pub(crate) const fn is_granite(self) -> bool {
+        matches!(self, Self::Granite | Self::GraniteHybrid)
     }
 
     /// Whether it is LFM2: short convolutions beside attention.
@@ -178,6 +188,7 @@ impl Architecture {
             Self::Olmo2 => (false, true, HeadNorms::Whole),
             Self::GptOss
             | Self::Granite
+            | Self::GraniteHybrid
             | Self::Llama
             | Self::Mistral3
             | Self::Phi3
@@ -327,6 +338,8 @@ pub enum RecurrentSpec {
     Convolution(ConvolutionSpec),
     /// Gated DeltaNet (Qwen3.5).
     Delta(DeltaSpec),
+    /// Selective scans (Mamba-2).
+    Scan(ScanSpec),
 }
 
 impl RecurrentSpec {
@@ -335,6 +348,7 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(spec) => 3 * spec.channels,
             Self::Delta(spec) => spec.channels(),
+            Self::Scan(spec) => spec.channels(),
         }
     }
 
@@ -343,6 +357,7 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(_) => 0,
             Self::Delta(spec) => spec.channels(),
+            Self::Scan(spec) => spec.channels(),
         }
     }
 
@@ -351,6 +366,7 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(spec) => spec.channels,
             Self::Delta(spec) => spec.values(),
+            Self::Scan(spec) => spec.values(),
         }
     }
 
@@ -359,6 +375,7 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(_) => 0,
             Self::Delta(spec) => spec.value_heads,
+            Self::Scan(spec) => spec.heads,
         }
     }
 
@@ -368,6 +385,8 @@ impl RecurrentSpec {
             Self::Convolution(spec) => (spec.taps + 2) * spec.channels,
             // Each element of a state is decayed, read, corrected and read again.
             Self::Delta(spec) => 4 * spec.values() * spec.head_dim,
+            // As above, without the correction.
+            Self::Scan(spec) => 3 * spec.state_len(),
         }
     }
 
@@ -376,6 +395,7 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(_) => 0,
             Self::Delta(spec) => spec.state_len(),
+            Self::Scan(spec) => spec.state_len(),
         }
     }
 
@@ -384,6 +404,16 @@ impl RecurrentSpec {
         match self {
             Self::Convolution(spec) => (spec.taps - 1) * spec.channels,
             Self::Delta(spec) => spec.conv_len(),
+            Self::Scan(spec) => spec.conv_len(),
+        }
+    }
+
+    /// Elements of a row of a state matrix.
+    pub const fn state_columns(&self) -> usize {
+        match self {
+            Self::Convolution(_) => 0,
+            Self::Delta(spec) => spec.head_dim,
+            Self::Scan(spec) => spec.state,
         }
     }
 }
@@ -417,6 +447,8 @@ pub struct ExpertSpec {
 /// The part that computes every token beside the experts that the router chooses, by its width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beside {
+    /// An expert that is added to the others (Granite 4).
+    Added(usize),
     /// None.
     Nothing,
     /// An expert whose output a gate of its own weighs (Qwen3.5).
@@ -430,7 +462,7 @@ impl Beside {
     pub const fn width(self) -> usize {
         match self {
             Self::Nothing => 0,
-            Self::Gated(width) | Self::Normed(width) => width,
+            Self::Added(width) | Self::Gated(width) | Self::Normed(width) => width,
         }
     }
 }
@@ -481,6 +513,43 @@ impl DeltaSpec {
     }
 }
 
+/// Constants of selective scans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScanSpec {
+    /// Groups of heads, which share B and C; head h belongs to group h / (`heads` / `groups`).
+    pub groups: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements of B and of C, and of the state of each of a head's elements.
+    pub state: usize,
+    /// Taps of the convolution.
+    pub taps: usize,
+}
+
+impl ScanSpec {
+    /// Channels of the convolution: inputs, B, C.
+    pub const fn channels(&self) -> usize {
+        self.values() + 2 * self.groups * self.state
+    }
+
+    /// Elements of all heads.
+    pub const fn values(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Elements of the state matrices of one layer.
+    pub const fn state_len(&self) -> usize {
+        self.values() * self.state
+    }
+
+    /// Elements of the convolution's state in one layer.
+    pub const fn conv_len(&self) -> usize {
+        (self.taps - 1) * self.channels()
+    }
+}
+
 /// One layer.
 #[derive(Clone, Debug)]
 pub struct LayerSpec {
@@ -514,7 +583,7 @@ pub struct Matrix {
 /// Purpose of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Role {
-    /// Decay of the recurrent state.
+    /// Decay of the recurrent state; of a scan, the step.
     Alpha,
     /// Strength of the recurrent update.
     Beta,
@@ -548,7 +617,7 @@ pub enum Role {
     Output,
     /// Attention queries, and their gate if present.
     Query,
-    /// Queries, keys and values of a recurrent layer.
+    /// Queries, keys and values of a recurrent layer; of a scan, its inputs, B and C.
     QueryKeyValue,
     /// A logit for each expert.
     Router,
@@ -563,6 +632,8 @@ pub enum Role {
 pub enum Vector {
     /// Convolution taps of each channel, oldest first.
     Convolution,
+    /// Bias of the convolution of each channel.
+    ConvolutionBias,
     /// Logarithmic decay per value head, negative.
     Decay,
     /// Bias of the decay per value head.
@@ -629,7 +700,9 @@ pub enum Vector {
     ScoreBias,
     /// A further score of each query head, which takes weight from those of tokens.
     Sinks,
-    /// Norm of each recurrent output head.
+    /// Factor of each head's input in the output of a scan.
+    Skip,
+    /// Norm of each recurrent output head; of a scan, of each group of heads.
     StateNorm,
     /// Bias of the projected values.
     ValueBias,

@@ -3,7 +3,7 @@
 use super::{
     family::{
         Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec, LayerInputs,
-        LocalAttention, Pairing, Scores, Temperature,
+        LocalAttention, Pairing, ScanSpec, Scores, Temperature,
     },
     layers::LAYER_PROJECTION,
     limits::{
@@ -128,6 +128,12 @@ impl Keys<'_> {
         let beside = match architecture {
             Architecture::Gemma4 => {
                 Beside::Normed(self.count_of_layers("feed_forward_length", WIDTH_MAX)?)
+            }
+            Architecture::GraniteHybrid => {
+                match self.optional("expert_shared_feed_forward_length", WIDTH_MAX)? {
+                    Some(width) if width > 0 => Beside::Added(width),
+                    _ => Beside::Nothing,
+                }
             }
             Architecture::Qwen35Moe => {
                 Beside::Gated(self.count("expert_shared_feed_forward_length", WIDTH_MAX)?)
@@ -260,7 +266,9 @@ impl Keys<'_> {
                 Architecture::Gemma2 if depth == GEMMA2_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Gemma4 => 1.0,
-                Architecture::Granite => self.factor("attention.scale", 1.0 / root(head_dim))?,
+                _ if architecture.is_granite() => {
+                    self.factor("attention.scale", 1.0 / root(head_dim))?
+                }
                 _ => 1.0 / root(head_dim),
             },
             score_cap: match architecture {
@@ -272,6 +280,7 @@ impl Keys<'_> {
             local,
             pairing: match architecture {
                 Architecture::Granite
+                | Architecture::GraniteHybrid
                 | Architecture::Llama
                 | Architecture::Mistral3
                 | Architecture::SmolLm3 => Pairing::Adjacent,
@@ -449,13 +458,45 @@ impl Keys<'_> {
         Ok(spec)
     }
 
-    pub(super) fn is_recurrent(&self, layer: usize) -> bool {
+    pub(super) fn scan(&self) -> Result<ScanSpec, LoadErrorKind> {
+        let heads = self.count("ssm.time_step_rank", HEADS_MAX)?;
+        let inner = self.count("ssm.inner_size", WIDTH_MAX)?;
+        let spec = ScanSpec {
+            groups: self.count("ssm.group_count", HEADS_MAX)?,
+            heads,
+            head_dim: inner / heads,
+            state: self.count("ssm.state_size", HEAD_DIM_MAX)?,
+            taps: self.count("ssm.conv_kernel", TAPS_MAX)?,
+        };
+        let is_multiple = |number: usize| number > 0 && number.is_multiple_of(HEAD_DIM_MULTIPLE);
+        let (key, problem) = if inner != spec.values() || !is_multiple(spec.head_dim) {
+            let what = format!("{heads} heads of one multiple of {HEAD_DIM_MULTIPLE} elements");
+            ("ssm.inner_size", format!("{inner} is not {what}"))
+        } else if !heads.is_multiple_of(spec.groups) {
+            let problem = format!("{} does not divide {heads} heads", spec.groups);
+            ("ssm.group_count", problem)
+        } else if !is_multiple(spec.state) {
+            let problem = format!("{} is no multiple of {HEAD_DIM_MULTIPLE}", spec.state);
+            ("ssm.state_size", problem)
+        } else if spec.taps < 2 {
+            ("ssm.conv_kernel", format!("{} is below 2", spec.taps))
+        } else {
+            return Ok(spec);
+        };
+        Err(self.wrong(key, problem))
+    }
+
+    pub(super) fn is_recurrent(&self, architecture: Architecture, layer: usize) -> bool {
         if let Some(list) = self.header.bools(&self.full("attention.recurrent_layers")) {
             return list.get(layer).copied().unwrap_or(false);
         }
         let interval = self.header.u32(&self.full("full_attention_interval"));
         // Recurrent layers have no KV heads, in files that store the number per layer.
         let heads = self.header.ints(&self.full("attention.head_count_kv"));
+        if architecture == Architecture::GraniteHybrid {
+            // As in llama.cpp: no other key says it.
+            return heads.is_some_and(|heads| heads.get(layer) == Some(&0));
+        }
         match (interval, heads) {
             (None, Some(heads)) if heads.contains(&0) => heads.get(layer) == Some(&0),
             (interval, _) => {

@@ -5,7 +5,7 @@ use std::mem;
 use super::{
     family::{
         Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec, HeadNorms,
-        LayerSpec, Matrix, Role, Scores, Vector,
+        LayerSpec, Matrix, Role, ScanSpec, Scores, Vector,
     },
     tensors::{bad_shape, tensor, vector},
 };
@@ -173,6 +173,29 @@ impl<'spec> LayerBuilder<'spec> {
         Ok(self.found(LayerKind::Recurrent, false, false))
     }
 
+    pub(super) fn scan(
+        &mut self,
+        architecture: Architecture,
+        spec: &ScanSpec,
+    ) -> Result<LayerSpec, LoadErrorKind> {
+        let (width, values, channels) = (self.width, spec.values(), spec.channels());
+        let roles = [Role::Gate, Role::QueryKeyValue, Role::Alpha];
+        let rows = [values, channels, spec.heads];
+        self.parts(roles, "ssm_in.weight", width, rows)?;
+        self.matrix(Role::Output, "ssm_out.weight", values, width)?;
+        self.vector(Vector::MixerNorm, "attn_norm.weight", &[width])?;
+        let taps = [spec.taps, channels];
+        self.vector(Vector::Convolution, "ssm_conv1d.weight", &taps)?;
+        self.bias(Vector::ConvolutionBias, "ssm_conv1d.bias", channels)?;
+        self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.heads])?;
+        self.vector(Vector::Decay, "ssm_a", &[1, spec.heads])?;
+        self.vector(Vector::Skip, "ssm_d", &[1, spec.heads])?;
+        let norm = [values / spec.groups, spec.groups];
+        self.vector(Vector::StateNorm, "ssm_norm.weight", &norm)?;
+        self.feed_forward(architecture)?;
+        Ok(self.found(LayerKind::Recurrent, false, false))
+    }
+
     fn found(&mut self, kind: LayerKind, local: bool, borrows: bool) -> LayerSpec {
         LayerSpec {
             kind,
@@ -260,6 +283,7 @@ impl<'spec> LayerBuilder<'spec> {
             }
         }
         let kind = match spec.beside {
+            Beside::Added(_) => Some("_shexp"),
             Beside::Nothing => None,
             Beside::Gated(_) => {
                 let gate = "ffn_gate_inp_shexp.weight";

@@ -112,7 +112,10 @@ impl Rotary {
         }
         // Granite's notation for a model without positions.
         let finetuned = header.bool(&keys.full("rope.scaling.finetuned"));
-        if header.architecture() == Architecture::Granite.name() && finetuned == Some(false) {
+        let is_granite = [Architecture::Granite, Architecture::GraniteHybrid]
+            .iter()
+            .any(|family| family.name() == header.architecture());
+        if is_granite && finetuned == Some(false) {
             rotation = Rotation::STILL;
         }
         let pairs = [rotary / 2];

@@ -363,7 +363,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );
@@ -466,6 +466,7 @@ fn biases_change_the_logits_wherever_they_are() {
                 "ffn_down.bias",
             ][..],
         ),
+        (Architecture::GraniteHybrid, &["ssm_conv1d.bias"]),
         (
             Architecture::Qwen2,
             &["attn_q.bias", "attn_k.bias", "attn_v.bias"],
@@ -490,6 +491,45 @@ fn biases_change_the_logits_wherever_they_are() {
             assert_ne!(reference(&parts.write().path, 0), whole, "{name}");
         }
     }
+}
+
+#[test]
+fn scans_whose_heads_do_not_fit_are_refused_and_layers_without_zeros_attend() {
+    let file = tiny(Architecture::GraniteHybrid, GgmlDType::Q8_0);
+    for (key, number, problem) in [
+        (
+            "inner_size",
+            514,
+            "514 is not 4 heads of one multiple of 8 elements",
+        ),
+        (
+            "time_step_rank",
+            128,
+            "512 is not 128 heads of one multiple of 8 elements",
+        ),
+        ("group_count", 3, "3 does not divide 4 heads"),
+        ("group_count", 0, "it is 0"),
+        ("state_size", 60, "60 is no multiple of 8"),
+        ("conv_kernel", 1, "1 is below 2"),
+    ] {
+        let mut parts = Parts::of(&file);
+        let full = format!("granitehybrid.ssm.{key}");
+        parts.entries.insert(full.clone(), Value::U32(number));
+        let refused = refused(&parts.write());
+        let named = if problem.contains("multiple of 8 elements") {
+            "granitehybrid.ssm.inner_size"
+        } else {
+            &full
+        };
+        assert_eq!(refused, format!("metadata `{named}`: {problem}"));
+    }
+    let mut parts = Parts::of(&file);
+    let heads = "granitehybrid.attention.head_count_kv".to_owned();
+    parts.entries.insert(heads, Value::U32(2));
+    assert_eq!(
+        refused(&parts.write()),
+        "tensor `blk.0.attn_q.weight` is missing"
+    );
 }
 
 #[test]

@@ -62,6 +62,14 @@ fn gemma4(dtype: GgmlDType, experts: u32, seed: u64) -> Synthetic {
     }
 }
 
+/// Returns Granite 4 hybrid with a mixture of experts and one that computes every token.
+fn granite_mixture(types: TypeMix, seed: u64) -> Synthetic {
+    Synthetic {
+        experts: (8, 2),
+        ..Synthetic::tiny(Architecture::GraniteHybrid, types, seed)
+    }
+}
+
 /// Measured on x86-64: at most 1.64 times the spread, with AVX-512 and with AVX2, which sum in different orders.
 #[test]
 fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
@@ -97,6 +105,15 @@ fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_oth
             Synthetic::tiny(Architecture::GptOss, TypeMix::MXFP4Moe, 8),
             "mxfp4-moe",
         ),
+        (
+            granite_mixture(TypeMix::All(GgmlDType::F32), 7),
+            "f32-mixture",
+        ),
+        (
+            granite_mixture(TypeMix::All(GgmlDType::Q8_0), 7),
+            "q8-mixture",
+        ),
+        (granite_mixture(TypeMix::Q4KM, 7), "q4km-mixture"),
     ];
     for (model, mix) in tiny.chain(others) {
         let name = model.architecture.name();

@@ -1,7 +1,7 @@
 //! Short convolution: a gated input, its taps over the last tokens, and a gated output.
 
 use super::{
-    delta::{CHANNELS_PER_ITEM, TAPS_MAX, add_products, taps_of},
+    depthwise::{CHANNELS_PER_ITEM, TAPS_MAX, add_products, taps_of},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,

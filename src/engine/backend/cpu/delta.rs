@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use super::{
     delta_steps::{DIM, Steps, TOKENS_TOGETHER},
+    depthwise::Depthwise,
     float::{dot, rms_in_place, sigmoid, silu, softplus},
     isa::{Isa, kernel},
     kernels::Kernels,
@@ -35,34 +36,16 @@ pub(crate) fn delta<'op>(
     let all = access.write(&job.mixed)?;
     let (from, values) = (job.rows.start, spec.values());
     let mixed = Share::new(&mut *all);
-    let convolution = access.read(&job.convolution)?;
-    // SAFETY: read only until all items are done.
-    let inputs = unsafe { mixed.view(from * channels, rows * channels) };
-    pool.run(channels.div_ceil(CHANNELS_PER_ITEM), &|item| {
-        let from = item * CHANNELS_PER_ITEM;
-        let count = CHANNELS_PER_ITEM.min(channels - from);
-        let weights = taps_of(convolution, taps, from, count);
-        // Row `index` of history and chunk combined.
-        let source = |index: usize| match index.checked_sub(taps - 1) {
-            Some(row) => &inputs[row * channels + from..][..count],
-            // SAFETY: each channel belongs to one item, which writes its history only after its last read.
-            None => unsafe { history.view(index * channels + from, count) },
-        };
-        for row in 0..rows {
-            // SAFETY: each channel belongs to one item.
-            let out = unsafe { scratch.slice(row * channels + from, count) };
-            out.fill(0.0);
-            for (tap, weights) in weights[..taps].iter().enumerate() {
-                add_products(isa, out, source(row + tap), &weights[..count]);
-            }
-            silu_row(isa, out);
-        }
-        for tap in 0..if job.is_trial { 0 } else { taps - 1 } {
-            let newest = source(rows + tap);
-            // SAFETY: each channel belongs to one item; the row read is a later one or from the chunk.
-            unsafe { history.slice(tap * channels + from, count) }.copy_from_slice(newest);
-        }
-    });
+    let convolution = Depthwise {
+        // SAFETY: read only until all items are done.
+        inputs: unsafe { mixed.view(from * channels, rows * channels) },
+        weights: access.read(&job.convolution)?,
+        bias: None,
+        taps,
+        channels,
+        stays: job.is_trial,
+    };
+    convolution.run(pool, isa, &history, &scratch);
 
     // Normalise queries and keys to unit length, scale queries by 1/√dim.
     let epsilon = job.epsilon;
@@ -112,26 +95,19 @@ pub(crate) fn delta<'op>(
                 values: &values_of[..count],
                 decays: &decayed,
                 strengths: &strengths,
+                corrects: true,
             };
-            let end = (head + 1) * dim * dim;
-            let mut at = head * dim * dim;
-            let most = if job.is_trial { TRIED_ROWS } else { dim } * dim;
-            while at < end {
-                // SAFETY: each head is one item.
-                let mut part = unsafe { state.part(at..end.min(at + most)) };
-                if part.is_empty() {
-                    break;
-                }
-                if job.is_trial {
-                    tried.clear();
-                    tried.extend_from_slice(part);
-                    part = &mut tried;
-                }
-                let rows = (at / dim % dim, part.len() / dim);
-                at += part.len();
-                // SAFETY: each head of each row is written by one item; its inputs there have been consumed.
-                apply(isa, part, rows, &steps, |at| unsafe {
-                    mixed.slice((from + first + at) * values + head * dim + rows.0, rows.1)
+            let place = Place {
+                head,
+                rows: dim,
+                columns: dim,
+            };
+            let tried = job.is_trial.then_some(&mut tried);
+            // SAFETY: each head of each row is written by one item; its inputs there have been consumed.
+            unsafe {
+                state.advance(isa, &place, &steps, tried, |at, rows| {
+                    let first = (from + first + at) * values + head * dim;
+                    mixed.slice(first + rows.start, rows.len())
                 });
             }
             for row in first..first + count {
@@ -150,28 +126,21 @@ pub(crate) fn delta<'op>(
     Ok(&all[from * values..][..rows * values])
 }
 
-/// Weights of each tap for some channels.
-pub(super) fn taps_of(
-    convolution: &[f32],
-    taps: usize,
-    from: usize,
-    count: usize,
-) -> [[f32; CHANNELS_PER_ITEM]; TAPS_MAX] {
-    let mut weights = [[0f32; CHANNELS_PER_ITEM]; TAPS_MAX];
-    let channels = convolution[from * taps..].chunks_exact(taps).take(count);
-    for (channel, taps) in channels.enumerate() {
-        for (tap, weight) in taps.iter().enumerate() {
-            weights[tap][channel] = *weight;
-        }
-    }
-    weights
+/// The matrix of one head.
+pub(super) struct Place {
+    pub(super) head: usize,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
 }
 
 /// The state matrices of an operation, in order.
-struct State<'op>(Vec<Share<'op, f32>>);
+pub(super) struct State<'op>(Vec<Share<'op, f32>>);
 
 impl<'op> State<'op> {
-    fn open(matrices: &'op Matrices, access: &mut Access<'op>) -> Result<Self, DeviceError> {
+    pub(super) fn open(
+        matrices: &'op Matrices,
+        access: &mut Access<'op>,
+    ) -> Result<Self, DeviceError> {
         let parts = match matrices {
             Matrices::Whole(view) => vec![Share::new(access.write(view)?)],
             Matrices::Parts(parts) => {
@@ -205,9 +174,48 @@ impl<'op> State<'op> {
         }
         &mut []
     }
+
+    /// Advances the state of one head by some tokens; results of a token for some rows go to `out`. With `tried`, a
+    /// copy there advances, and the state stays.
+    ///
+    /// # Safety
+    ///
+    /// No other thread uses this head.
+    pub(super) unsafe fn advance<'out>(
+        &self,
+        isa: Isa,
+        place: &Place,
+        steps: &Steps<'_>,
+        mut tried: Option<&mut Vec<f32>>,
+        out: impl Fn(usize, Range<usize>) -> &'out mut [f32],
+    ) {
+        let (rows, columns) = (place.rows, place.columns);
+        let (mut at, end) = (
+            place.head * rows * columns,
+            (place.head + 1) * rows * columns,
+        );
+        let most = if tried.is_some() { TRIED_ROWS } else { rows } * columns;
+        while at < end {
+            // SAFETY: the caller's promise.
+            let mut part = unsafe { self.part(at..end.min(at + most)) };
+            if part.is_empty() {
+                break;
+            }
+            if let Some(tried) = &mut tried {
+                tried.clear();
+                tried.extend_from_slice(part);
+                part = tried;
+            }
+            let some = (at / columns % rows, part.len() / columns);
+            at += part.len();
+            apply(isa, part, some, steps, |at| {
+                out(at, some.0..some.0 + some.1)
+            });
+        }
+    }
 }
 
-/// The delta rule for several tokens of one head, in order, for some rows of its state: their first, and their number.
+/// The rule for several tokens of one head, in order, for some rows of its state: their first, and their number.
 fn apply<'out>(
     isa: Isa,
     state: &mut [f32],
@@ -218,6 +226,7 @@ fn apply<'out>(
     if let Some(apply) = Kernels::of(isa).delta
         && steps.keys.iter().all(|key| key.len() == DIM)
         && rows.is_multiple_of(ROWS_TOGETHER)
+        && first + rows <= DIM
     {
         let mut results = [[0f32; DIM]; TOKENS_TOGETHER];
         // SAFETY: the set is only chosen where the machine has it; the lengths are right.
@@ -227,8 +236,13 @@ fn apply<'out>(
         }
         return;
     }
+    let step = if steps.corrects {
+        delta_step
+    } else {
+        scan_step
+    };
     for at in 0..steps.keys.len() {
-        delta_step(
+        step(
             isa,
             state,
             steps.queries[at],
@@ -242,20 +256,6 @@ fn apply<'out>(
 }
 
 kernel! {
-    /// `out += x · w`, element by element.
-    pub(crate) fn add_products(out: &mut [f32], x: &[f32], w: &[f32]) {
-        for ((out, x), w) in out.iter_mut().zip(x).zip(w) {
-            *out = x.mul_add(*w, *out);
-        }
-    }
-
-    /// The activation in place.
-    pub(crate) fn silu_row(row: &mut [f32]) {
-        for x in row.iter_mut() {
-            *x = silu(*x);
-        }
-    }
-
     /// Normalises key and query heads of one row to unit length and scales queries.
     pub(crate) fn unit_heads(heads: &mut [f32], dim: usize, queries: usize, epsilon: f32) {
         let scale = 1.0 / (dim as f32).sqrt();
@@ -290,6 +290,25 @@ kernel! {
         }
     }
 
+    /// The same without its correction: a step of a selective scan.
+    pub(crate) fn scan_step(
+        state: &mut [f32],
+        query: &[f32],
+        key: &[f32],
+        value: &[f32],
+        decay: f32,
+        strength: f32,
+        out: &mut [f32],
+    ) {
+        for ((row, value), out) in state.chunks_exact_mut(key.len()).zip(value).zip(out.iter_mut()) {
+            let change = strength * value;
+            for (s, k) in row.iter_mut().zip(key) {
+                *s = k.mul_add(change, *s * decay);
+            }
+            *out = dot(row, query);
+        }
+    }
+
     /// Output norm of one head, multiplied by the gate.
     pub(crate) fn gated_norm(out: &mut [f32], norm: &[f32], epsilon: f32, gate: &[f32]) {
         rms_in_place(out, norm, epsilon);
@@ -301,17 +320,18 @@ kernel! {
 
 /// Rows of a state that are copied for a trial at once: they stay in the first-level cache.
 const TRIED_ROWS: usize = 16 * ROWS_TOGETHER;
-/// Channels of one item of the convolution.
-pub(super) const CHANNELS_PER_ITEM: usize = 256;
-/// The longest convolution, see `spec`.
-pub(super) const TAPS_MAX: usize = 16;
-
 #[cfg(test)]
 mod tests {
     use super::{super::test_numbers::numbers, *};
 
     /// State and outputs after 21 tokens, passed in groups of `together`, with a state in parts of `split` rows.
-    fn run(isa: Isa, dim: usize, together: usize, split: usize) -> (Vec<f32>, Vec<f32>) {
+    fn run(
+        isa: Isa,
+        corrects: bool,
+        dim: usize,
+        together: usize,
+        split: usize,
+    ) -> (Vec<f32>, Vec<f32>) {
         let tokens = 21;
         let mut state = numbers(dim * dim, 1);
         let (queries, keys, values) = (
@@ -331,6 +351,7 @@ mod tests {
                 values: &values,
                 decays: &std::array::from_fn(|at| 0.5 + 0.02 * (first + at) as f32),
                 strengths: &std::array::from_fn(|at| 0.9 - 0.03 * (first + at) as f32),
+                corrects,
             };
             let share = Share::new(&mut out);
             for (part, rows) in state.chunks_mut(split * dim).zip((0..dim).step_by(split)) {
@@ -346,11 +367,11 @@ mod tests {
 
     #[test]
     fn the_rule_has_the_same_bits_for_any_set_of_instructions_and_any_number_of_tokens_at_once() {
-        for dim in [32, 128] {
-            let reference = run(Isa::Baseline, dim, 1, dim);
+        for (dim, corrects) in [(32, true), (128, true), (32, false), (128, false)] {
+            let reference = run(Isa::Baseline, corrects, dim, 1, dim);
             for &isa in Isa::available() {
                 for (together, split) in [(1, dim), (2, dim), (16, dim), (1, 6), (16, 10)] {
-                    let found = run(isa, dim, together, split);
+                    let found = run(isa, corrects, dim, together, split);
                     assert_eq!(found, reference, "{isa:?} {dim} {together} {split}");
                 }
             }

@@ -1,4 +1,4 @@
-//! Delta rule for AVX-512, with two rows of state in registers.
+//! Delta rule and selective scan for AVX-512, with two rows of state in registers.
 //!
 //! Sums have the order of [`dot`](super::float::dot), so that any number of tokens and any instruction set yield the
 //! same bits.
@@ -48,10 +48,14 @@ pub(super) unsafe fn apply(
             let (key, query) = (steps.keys[token].as_ptr(), steps.queries[token].as_ptr());
             let (decay, strength) = (steps.decays[token], steps.strengths[token]);
             let value = &steps.values[token][first_row + 2 * pair..];
-            // SAFETY: a key and a query.
-            let known = unsafe { dots(key, &first, &second) };
-            let change =
-                |value: f32, known: f32| _mm512_set1_ps(strength * (value - known * decay));
+            let known = if steps.corrects {
+                // SAFETY: a key.
+                let known = unsafe { dots(key, &first, &second) };
+                (known.0 * decay, known.1 * decay)
+            } else {
+                (0.0, 0.0)
+            };
+            let change = |value: f32, known: f32| _mm512_set1_ps(strength * (value - known));
             let (one, two) = (change(value[0], known.0), change(value[1], known.1));
             let factor = _mm512_set1_ps(decay);
             for part in 0..PARTS {
@@ -60,7 +64,7 @@ pub(super) unsafe fn apply(
                 first[part] = _mm512_fmadd_ps(k, one, _mm512_mul_ps(first[part], factor));
                 second[part] = _mm512_fmadd_ps(k, two, _mm512_mul_ps(second[part], factor));
             }
-            // SAFETY: as above.
+            // SAFETY: a query.
             (out[2 * pair], out[2 * pair + 1]) = unsafe { dots(query, &first, &second) };
         }
         for part in 0..PARTS {

@@ -1,4 +1,4 @@
-//! Tokens processed together by the delta rule.
+//! Tokens processed together by the delta rule, or by a selective scan.
 
 /// Several tokens of one head.
 pub(super) struct Steps<'chunk> {
@@ -7,6 +7,8 @@ pub(super) struct Steps<'chunk> {
     pub(super) values: &'chunk [&'chunk [f32]],
     pub(super) decays: &'chunk [f32; TOKENS_TOGETHER],
     pub(super) strengths: &'chunk [f32; TOKENS_TOGETHER],
+    /// Whether a key's known value is subtracted first, as the delta rule does and a selective scan does not.
+    pub(super) corrects: bool,
 }
 
 /// Tokens applied while a row of the state stays in registers: their keys and queries fit the first-level cache.

@@ -55,6 +55,7 @@ mod delta;
 #[cfg(target_arch = "x86_64")]
 mod delta512;
 mod delta_steps;
+mod depthwise;
 #[cfg(target_arch = "x86_64")]
 mod few512;
 mod flash;
@@ -84,6 +85,7 @@ mod quant;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod rows256;
+mod scan;
 #[cfg(target_arch = "x86_64")]
 mod set256;
 mod share;
@@ -229,6 +231,11 @@ unsafe impl Backend for Cpu {
                     job.rotation.fill(position, job.factors.as_deref(), angles);
                 }
                 Ok(())
+            }
+            Operation::Scan(job) => {
+                let access = &mut Access::new(owner);
+                let made = scan::scan(pool, isa, job, access)?;
+                copy_rows(pool, isa, &job.prepare, (made, job.spec.values()), access)
             }
             Operation::Widen(job) => widen_rows(job, owner),
         }

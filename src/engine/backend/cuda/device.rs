@@ -258,6 +258,9 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
             return Some("it has short convolutions, which no kernel supports".to_owned());
         }
         RecurrentSpec::Delta(delta) => delta,
+        RecurrentSpec::Scan(_) => {
+            return Some("it has selective scans (Mamba-2), which no kernel supports".to_owned());
+        }
     };
     if !matches!(recurrent.head_dim, 32 | 64 | 128) {
         return Some(format!(

@@ -36,9 +36,12 @@ impl Launcher {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
-            Operation::Combine(_) | Operation::Convolve(_) | Operation::Gather(_) => Err(
-                DeviceError::new("there is no kernel for mixtures and short convolutions"),
-            ),
+            Operation::Combine(_)
+            | Operation::Convolve(_)
+            | Operation::Gather(_)
+            | Operation::Scan(_) => Err(DeviceError::new(
+                "there is no kernel for mixtures, short convolutions and scans",
+            )),
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
@@ -704,6 +707,7 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
         | Operation::Fill { .. }
         | Operation::Move { .. }
         | Operation::Rotate(_)
+        | Operation::Scan(_)
         | Operation::Widen(_) => false,
     }
 }

@@ -68,13 +68,14 @@ fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
     reused
 }
 
-const ALL_KINDS: [Architecture; 6] = [
+const ALL_KINDS: [Architecture; 7] = [
     Architecture::Qwen3,
     Architecture::Qwen35,
     Architecture::Gemma2,
     Architecture::Gemma3,
     Architecture::Gemma4,
     Architecture::GptOss,
+    Architecture::GraniteHybrid,
 ];
 
 #[test]
