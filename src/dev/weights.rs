@@ -83,6 +83,7 @@ impl Weights for Synthetic {
                 Architecture::GptOss
                     | Architecture::Llama
                     | Architecture::Mistral3
+                    | Architecture::NemotronH
                     | Architecture::Olmo2
                     | Architecture::StableLm
             ),

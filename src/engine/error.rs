@@ -453,6 +453,10 @@ fn nearest_family(architecture: &str) -> &'static str {
             "use Granite 4 hybrid, for example granite-4.0-h-micro Q4_K_M, or Qwen3.5",
         ),
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
+        (
+            "nemotron",
+            "use a dense Nemotron-H, for example NVIDIA-Nemotron-3-Nano-4B Q4_K_M",
+        ),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),
         (
             "qwen",

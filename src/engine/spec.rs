@@ -211,6 +211,8 @@ impl Spec {
         let feed_forward_of = |layer| match &experts {
             Some(experts) if experts.beside.width() > 0 => Ok(experts.beside.width()),
             Some(experts) if experts.dense == 0 => Ok(experts.inner),
+            // Zero in layers that are a mixer.
+            _ if architecture == Architecture::NemotronH => keys.width_of_layer(layer),
             _ => keys.count_of_layer("feed_forward_length", WIDTH_MAX, layer),
         };
         let rotary = keys.rotary(width)?;
@@ -218,7 +220,9 @@ impl Spec {
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
-            Architecture::GraniteHybrid => Some(RecurrentSpec::Scan(keys.scan()?)),
+            Architecture::GraniteHybrid | Architecture::NemotronH => {
+                Some(RecurrentSpec::Scan(keys.scan()?))
+            }
             Architecture::Lfm2 | Architecture::Lfm2Moe => {
                 Some(RecurrentSpec::Convolution(keys.convolution(width)?))
             }
@@ -270,6 +274,7 @@ impl Spec {
         for index in 0..depth {
             let feed_forward = feed_forward_of(index)?;
             widest = feed_forward.max(widest);
+            let is_alone = architecture == Architecture::NemotronH && feed_forward > 0;
             let mut builder = LayerBuilder {
                 header,
                 prefix: format!("blk.{index}."),
@@ -283,11 +288,13 @@ impl Spec {
             };
             let layer = match recurrent
                 .as_ref()
+                .filter(|_| !is_alone)
                 .filter(|_| keys.is_recurrent(architecture, index))
             {
                 Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
                 Some(RecurrentSpec::Delta(spec)) => builder.delta(architecture, spec)?,
                 Some(RecurrentSpec::Scan(spec)) => builder.scan(architecture, spec)?,
+                None if is_alone => builder.feed_forward_alone(architecture)?,
                 None => builder.attention(
                     architecture,
                     attention.local.is_some() && keys.is_local(architecture, index),
@@ -316,7 +323,7 @@ impl Spec {
         };
         refuse_stray(header, architecture, layer_inputs.as_ref())?;
         let epsilon = match architecture.centres() {
-            true => "attention.layer_norm_epsilon",
+            true => LAYER_NORM_EPSILON,
             false => "attention.layer_norm_rms_epsilon",
         };
         Ok(Self {
@@ -327,6 +334,10 @@ impl Spec {
             context_max: keys.context()?,
             epsilon: header
                 .f32(&keys.full(epsilon))
+                .or_else(|| match architecture {
+                    Architecture::NemotronH => header.f32(&keys.full(LAYER_NORM_EPSILON)),
+                    _ => None,
+                })
                 .ok_or_else(|| keys.wrong(epsilon, "it is missing".to_owned()))?,
             embedding_scale: match architecture {
                 _ if architecture.is_gemma() => root(width),
@@ -348,6 +359,7 @@ impl Spec {
             activation: match architecture {
                 _ if architecture.is_gemma() => Activation::Gelu,
                 Architecture::GptOss => Activation::Clamped,
+                Architecture::NemotronH => Activation::ReluSquared,
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {
@@ -497,6 +509,7 @@ fn known() -> String {
     format!("{} and {last}", names.join(", "))
 }
 
+const LAYER_NORM_EPSILON: &str = "attention.layer_norm_epsilon";
 const OUTPUT_NORM_BIAS: &str = "output_norm.bias";
 const OUTSIDE_LAYERS: [&str; 8] = [
     "output.bias",

@@ -41,7 +41,7 @@ pub struct Synthetic {
     /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `gpt-oss`, `olmo2`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`); groups, heads and state elements of
-    /// scans (`granitehybrid`), which are twice as wide as the residual stream.
+    /// scans (`granitehybrid`, `nemotron_h`), which are twice as wide as the residual stream.
     pub recurrent: (u32, u32, u32),
     /// Experts of each layer, and those that a token uses; none if zero.
     pub experts: (u32, u32),
@@ -165,7 +165,10 @@ impl Synthetic {
         put("block_count", Uint(self.layers + self.nextn));
         put("context_length", Uint(self.context_max));
         put("embedding_length", Uint(self.width));
-        if self.architecture != Architecture::Gemma4 {
+        if !matches!(
+            self.architecture,
+            Architecture::Gemma4 | Architecture::NemotronH
+        ) {
             put("feed_forward_length", Uint(self.feed_forward));
         }
         if self.experts.0 > 0 {
@@ -179,12 +182,12 @@ impl Synthetic {
         }
         put("attention.head_count", Uint(self.heads));
         let heads = (0..self.layers).map(|layer| match self.is_recurrent(layer) {
-            true => 0,
-            false => self.kv_heads.cast_signed(),
+            false if self.has_mixer(layer) => self.kv_heads.cast_signed(),
+            _ => 0,
         });
         let heads = match self.architecture {
             _ if self.architecture.is_lfm2() => Ints(heads.collect()),
-            Architecture::GraniteHybrid => Ints(heads.collect()),
+            Architecture::GraniteHybrid | Architecture::NemotronH => Ints(heads.collect()),
             _ => Uint(self.kv_heads),
         };
         if self.architecture != Architecture::Gemma4 {
@@ -197,6 +200,9 @@ impl Synthetic {
             false => "attention.layer_norm_rms_epsilon",
         };
         put(epsilon, Float(1e-6));
+        if self.architecture == Architecture::NemotronH {
+            put("attention.layer_norm_epsilon", Float(1e-6));
+        }
         put("rope.freq_base", Float(self.rotary_base));
         put("rope.dimension_count", Uint(self.rotary));
         match self.architecture {
@@ -209,15 +215,17 @@ impl Synthetic {
                 put("embedding_scale", Float(12.0));
                 put("residual_scale", Float(0.22));
                 put("logit_scale", Float(8.0));
-                if self.architecture == Architecture::GraniteHybrid {
-                    let (groups, heads, state) = self.recurrent;
+                if self.scans() {
                     put("rope.scaling.finetuned", Bool(false));
-                    put("ssm.conv_kernel", Uint(4));
-                    put("ssm.state_size", Uint(state));
-                    put("ssm.group_count", Uint(groups));
-                    put("ssm.time_step_rank", Uint(heads));
-                    put("ssm.inner_size", Uint(2 * self.width));
                 }
+            }
+            Architecture::NemotronH => {
+                let inner = (0..self.layers).map(|layer| match self.has_mixer(layer) {
+                    true => 0,
+                    false => self.feed_forward.cast_signed(),
+                });
+                put("vocab_size", Uint(self.vocabulary));
+                put("feed_forward_length", Ints(inner.collect()));
             }
             Architecture::Mistral3 => {
                 put("vocab_size", Uint(self.vocabulary));
@@ -322,6 +330,14 @@ impl Synthetic {
                 }
             }
         }
+        if self.scans() {
+            let (groups, heads, state) = self.recurrent;
+            put("ssm.conv_kernel", Uint(4));
+            put("ssm.state_size", Uint(state));
+            put("ssm.group_count", Uint(groups));
+            put("ssm.time_step_rank", Uint(heads));
+            put("ssm.inner_size", Uint(2 * self.width));
+        }
         self.tokenizer(&mut list);
         list
     }
@@ -358,6 +374,7 @@ impl Synthetic {
             Architecture::GptOss => "gpt-4o",
             Architecture::GraniteHybrid => "refact",
             Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
+            Architecture::NemotronH => "pixtral",
             Architecture::StableLm => "stablelm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
@@ -472,7 +489,8 @@ impl Synthetic {
             let convolution = recurrent && self.architecture.is_lfm2();
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
-            let scans = recurrent && self.architecture == Architecture::GraniteHybrid;
+            let scans = recurrent && self.scans();
+            let has_mixer = self.has_mixer(layer);
             let mixed = 2 * width + 2 * keys * dim;
             let query = self.heads * head_dim;
             if convolution {
@@ -481,6 +499,8 @@ impl Synthetic {
             } else if scans {
                 matrix("ssm_in", width, 2 * width + mixed + values, false);
                 matrix("ssm_out", 2 * width, width, false);
+            } else if !has_mixer {
+                // The feed-forward part follows.
             } else if recurrent {
                 matrix("attn_qkv", width, channels, true);
                 matrix("attn_gate", width, values * dim, false);
@@ -526,6 +546,11 @@ impl Synthetic {
             } else if self.architecture == Architecture::Phi3 {
                 matrix("ffn_up", width, 2 * self.feed_forward, false);
                 matrix("ffn_down", self.feed_forward, width, true);
+            } else if self.architecture == Architecture::NemotronH {
+                if !has_mixer {
+                    matrix("ffn_up", width, inner, false);
+                    matrix("ffn_down", inner, width, true);
+                }
             } else {
                 matrix("ffn_gate", width, inner, false);
                 matrix("ffn_up", width, inner, false);
@@ -551,7 +576,7 @@ impl Synthetic {
                 vector("attn_norm.weight", width, Draw::Norm);
                 if self.architecture.is_qwen35() || self.architecture == Architecture::GptOss {
                     vector("post_attention_norm.weight", width, Draw::Norm);
-                } else {
+                } else if self.architecture != Architecture::NemotronH {
                     vector("ffn_norm.weight", width, Draw::Norm);
                 }
             }
@@ -711,13 +736,27 @@ impl Synthetic {
         }
     }
 
-    /// Whether a layer is recurrent: three of four, or two of three (`lfm2`).
+    /// Whether its recurrent layers are scans.
+    const fn scans(&self) -> bool {
+        matches!(
+            self.architecture,
+            Architecture::GraniteHybrid | Architecture::NemotronH
+        )
+    }
+
+    /// Whether a layer is not a feed-forward part alone.
+    const fn has_mixer(&self, layer: u32) -> bool {
+        !matches!(self.architecture, Architecture::NemotronH) || layer % 4 != 1
+    }
+
+    /// Whether a layer is recurrent: three of four, two of three (`lfm2`), or two of four (`nemotron_h`).
     const fn is_recurrent(&self, layer: u32) -> bool {
         match self.architecture {
             Architecture::Lfm2 | Architecture::Lfm2Moe => !(layer + 1).is_multiple_of(3),
             Architecture::GraniteHybrid | Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 !(layer + 1).is_multiple_of(4)
             }
+            Architecture::NemotronH => layer.is_multiple_of(2),
             _ => false,
         }
     }

@@ -178,8 +178,7 @@ fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
         _ if has("lm_head") => TensorKind::Head,
         _ if tensor.dims.len() < 2 || has("conv1d") => TensorKind::Vectors,
         _ if has(".mlp.") || has(".feed_forward.") || has("per_layer_") => TensorKind::FeedForward,
-        _ if has(".shared_mlp.") || has(".block_sparse_moe.") => TensorKind::FeedForward,
-        _ if has(".linear_attn.") || has(".mamba.") => TensorKind::Recurrent,
+        _ if has(".linear_attn.") => TensorKind::Recurrent,
         _ if has(".self_attn.") => TensorKind::Attention,
         _ => TensorKind::Vectors,
     }

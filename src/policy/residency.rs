@@ -27,6 +27,8 @@ pub enum LayerKind {
     Draft,
     /// Not a mixer: room for some experts of a layer's mixture.
     Experts,
+    /// No mixer: a feed-forward part alone (Nemotron-H).
+    FeedForward,
     /// Not a layer: a tile of the output head.
     Head,
     /// Keeps a state of fixed size (Gated DeltaNet, Mamba-2).

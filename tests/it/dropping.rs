@@ -74,6 +74,7 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             Architecture::GraniteHybrid
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
+                | Architecture::NemotronH
                 | Architecture::Qwen35
                 | Architecture::Qwen35Moe
         ) {
@@ -319,6 +320,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
                 | Architecture::GraniteHybrid
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
+                | Architecture::NemotronH
                 | Architecture::GptOss
                 | Architecture::Olmo2
                 | Architecture::Phi3

@@ -120,6 +120,7 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
         Architecture::Gemma4,
         Architecture::GptOss,
         Architecture::GraniteHybrid,
+        Architecture::NemotronH,
         Architecture::Qwen35,
     ] {
         let (_folder, path) = model(architecture);

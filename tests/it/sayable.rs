@@ -62,6 +62,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         (Architecture::Gemma4, GgmlDType::F32),
         (Architecture::GptOss, GgmlDType::F32),
         (Architecture::GraniteHybrid, GgmlDType::F32),
+        (Architecture::NemotronH, GgmlDType::F32),
     ] {
         let path = folder.path().join("model.gguf");
         Synthetic {

@@ -99,6 +99,8 @@ pub(crate) enum ShapeName {
     TinyLlama,
     /// The same of Ministral 3.
     TinyMistral3,
+    /// The same of Nemotron-H.
+    TinyNemotronH,
     /// The same of OLMo 3.
     TinyOlmo2,
     /// The same of Phi-3.
@@ -261,6 +263,7 @@ impl ShapeName {
             Self::TinyLfm2Moe => tiny(Architecture::Lfm2Moe),
             Self::TinyLlama => tiny(Architecture::Llama),
             Self::TinyMistral3 => tiny(Architecture::Mistral3),
+            Self::TinyNemotronH => tiny(Architecture::NemotronH),
             Self::TinyOlmo2 => tiny(Architecture::Olmo2),
             Self::TinyPhi3 => tiny(Architecture::Phi3),
             Self::TinyQwen2 => tiny(Architecture::Qwen2),

@@ -540,15 +540,15 @@ const PARTS_MAX: usize = 8;
 /// Rows of a state matrix that kernels take together.
 pub const ROWS_TOGETHER: usize = 2;
 
-/// `gate = activation(gate) · up`.
+/// `gate = activation(gate) · up`, or `gate = activation(gate)`.
 #[derive(Debug)]
 pub struct Activate {
     /// The activation function.
     pub activation: Activation,
     /// Projected gate; replaced by the result, of which [`Multiply::activate`] makes only copies.
     pub gate: View,
-    /// Its factor.
-    pub up: View,
+    /// Its factor, if the activation has one.
+    pub up: Option<View>,
     /// Bias added to each row of the gate first.
     pub gate_bias: Option<View>,
     /// The same for `up`.

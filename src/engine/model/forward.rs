@@ -658,12 +658,16 @@ impl Pass<'_, '_> {
     /// Computes the feed-forward part of the normed rows.
     pub(super) fn gated(&mut self, index: usize, out: Slot) -> Result<(), Failure> {
         let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
-        let (_, gate) = layer.matrix(Role::FfnGate).ok_or(Failure::NoMatrix)?;
-        let (inner, width) = (gate.rows, self.model.spec.width);
-        let wants = [
-            (Role::FfnGate, Slot::Wide, inner),
-            (Role::FfnUp, Slot::Second, inner),
-        ];
+        let (_, up) = layer.matrix(Role::FfnUp).ok_or(Failure::NoMatrix)?;
+        let (inner, width) = (up.rows, self.model.spec.width);
+        let has_gate = layer.matrix(Role::FfnGate).is_some();
+        let wants = match has_gate {
+            true => vec![
+                (Role::FfnGate, Slot::Wide, inner),
+                (Role::FfnUp, Slot::Second, inner),
+            ],
+            false => vec![(Role::FfnUp, Slot::Wide, inner)],
+        };
         let vector = |vector| {
             self.model
                 .weights
@@ -672,9 +676,12 @@ impl Pass<'_, '_> {
         let activate = Activate {
             activation: self.model.spec.activation,
             gate: self.model.workspace.wide.view(0..self.rows * inner),
-            up: self.model.workspace.second.view(0..self.rows * inner),
-            gate_bias: vector(Vector::FfnGateBias),
-            up_bias: vector(Vector::FfnUpBias),
+            up: has_gate.then(|| self.model.workspace.second.view(0..self.rows * inner)),
+            gate_bias: vector(match has_gate {
+                true => Vector::FfnGateBias,
+                false => Vector::FfnUpBias,
+            }),
+            up_bias: vector(Vector::FfnUpBias).filter(|_| has_gate),
             width: inner,
             prepare: self.prepare(index, &[Role::FfnDown], 0),
         };

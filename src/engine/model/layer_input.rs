@@ -60,7 +60,7 @@ pub(super) fn add(pass: &mut Pass<'_, '_>, index: usize, inner: usize) -> Result
     pass.model.backend.queue(Operation::Activate(Activate {
         activation: pass.model.spec.activation,
         gate: pass.model.workspace.wide.view(floats.clone()),
-        up: pass.model.workspace.second.view(floats),
+        up: Some(pass.model.workspace.second.view(floats)),
         gate_bias: None,
         up_bias: None,
         width: inner,

@@ -303,7 +303,7 @@ fn expert(
         activate: Some(Activate {
             activation: pass.model.spec.activation,
             gate: wide.clone(),
-            up: second,
+            up: Some(second),
             gate_bias: bias(Vector::ExpertGateBias),
             up_bias: bias(Vector::ExpertUpBias),
             width: inner,

@@ -17,6 +17,7 @@ use crate::{
     error::ForwardError,
     preemption::{Checkpoint, Preemption},
     shape::{self, FLAGS},
+    spec::Role,
 };
 use cotenant_policy::residency::LayerKind;
 
@@ -229,19 +230,16 @@ fn mark_if_wanted(model: &mut Model) {
 impl Pass<'_, '_> {
     /// Computes one layer for the rows of a chunk.
     fn layer(&mut self, index: usize) -> Result<(), Failure> {
-        let kind = self
-            .model
-            .spec
-            .layers
-            .get(index)
-            .ok_or(Failure::NoMatrix)?
-            .kind;
+        let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let (kind, is_mixer) = (layer.kind, layer.matrix(Role::FfnDown).is_none());
         match (kind, self.model.spec.recurrent) {
+            (LayerKind::FeedForward, _) => {}
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
             _ => self.attention(index)?,
         }
         match self.model.spec.experts {
             Some(experts) if index >= experts.dense => mixture::compute(self, index, &experts)?,
+            _ if is_mixer => {}
             _ => self.feed_forward(index)?,
         }
         match self.model.spec.layer_inputs.as_ref() {

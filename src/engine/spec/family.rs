@@ -29,6 +29,8 @@ pub enum Architecture {
     Llama,
     /// Ministral 3 and Mistral Small 3: Llama whose queries grow with their position.
     Mistral3,
+    /// Nemotron-H and Nemotron 3 Nano dense: each layer is Mamba-2, attention without rotation, or a feed-forward part.
+    NemotronH,
     /// OLMo 2 and 3.
     Olmo2,
     /// Phi-3 and Phi-4 dense.
@@ -55,7 +57,7 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
@@ -67,6 +69,7 @@ impl Architecture {
         Self::Lfm2Moe,
         Self::Llama,
         Self::Mistral3,
+        Self::NemotronH,
         Self::Olmo2,
         Self::Phi3,
         Self::Qwen2,
@@ -94,6 +97,7 @@ impl Architecture {
             Self::Lfm2Moe => "lfm2moe",
             Self::Llama => "llama",
             Self::Mistral3 => "mistral3",
+            Self::NemotronH => "nemotron_h",
             Self::Olmo2 => "olmo2",
             Self::Phi3 => "phi3",
             Self::Qwen2 => "qwen2",
@@ -191,6 +195,7 @@ impl Architecture {
             | Self::GraniteHybrid
             | Self::Llama
             | Self::Mistral3
+            | Self::NemotronH
             | Self::Phi3
             | Self::Qwen2
             | Self::SmolLm3
@@ -211,6 +216,8 @@ pub enum Activation {
     Clamped,
     /// `x · Φ(x)`, by the hyperbolic tangent.
     Gelu,
+    /// `max(x, 0)²`, of the up projection, without a gate.
+    ReluSquared,
     /// `x · σ(x)`.
     Silu,
 }
@@ -553,7 +560,7 @@ impl ScanSpec {
 /// One layer.
 #[derive(Clone, Debug)]
 pub struct LayerSpec {
-    /// Attention or recurrent.
+    /// Attention, recurrent, or a feed-forward part alone.
     pub kind: LayerKind,
     /// Whether it is one of the attention layers of [`AttentionSpec::local`].
     pub local: bool,

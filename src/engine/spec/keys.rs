@@ -77,6 +77,13 @@ impl Keys<'_> {
         self.positive(key, self.optional_of(key, limit, |other| other == layer)?)
     }
 
+    /// Width of the feed-forward part of a layer; zero if it has none.
+    pub(super) fn width_of_layer(&self, layer: usize) -> Result<usize, LoadErrorKind> {
+        let key = "feed_forward_length";
+        let width = self.optional_of(key, WIDTH_MAX, |other| other == layer)?;
+        width.map_or_else(|| self.positive(key, None), Ok)
+    }
+
     fn optional_of_layers(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
         self.optional_of(key, limit, |_| true)
     }
@@ -493,7 +500,7 @@ impl Keys<'_> {
         let interval = self.header.u32(&self.full("full_attention_interval"));
         // Recurrent layers have no KV heads, in files that store the number per layer.
         let heads = self.header.ints(&self.full("attention.head_count_kv"));
-        if architecture == Architecture::GraniteHybrid {
+        if let Architecture::GraniteHybrid | Architecture::NemotronH = architecture {
             // As in llama.cpp: no other key says it.
             return heads.is_some_and(|heads| heads.get(layer) == Some(&0));
         }

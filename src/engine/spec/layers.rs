@@ -206,9 +206,22 @@ impl<'spec> LayerBuilder<'spec> {
         }
     }
 
+    /// A layer without a mixer.
+    pub(super) fn feed_forward_alone(
+        &mut self,
+        architecture: Architecture,
+    ) -> Result<LayerSpec, LoadErrorKind> {
+        self.feed_forward(architecture)?;
+        Ok(self.found(LayerKind::FeedForward, false, false))
+    }
+
     fn feed_forward(&mut self, architecture: Architecture) -> Result<(), LoadErrorKind> {
         let width = self.width;
+        if self.feed_forward == 0 {
+            return Ok(());
+        }
         let norm = match architecture {
+            Architecture::NemotronH => "attn_norm.weight",
             Architecture::GptOss | Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 "post_attention_norm.weight"
             }
@@ -228,7 +241,9 @@ impl<'spec> LayerBuilder<'spec> {
             let (roles, rows) = ([Role::FfnGate, Role::FfnUp], [self.feed_forward; 2]);
             self.parts(roles, "ffn_up.weight", width, rows)?;
         } else {
-            self.matrix(Role::FfnGate, "ffn_gate.weight", width, self.feed_forward)?;
+            if architecture != Architecture::NemotronH {
+                self.matrix(Role::FfnGate, "ffn_gate.weight", width, self.feed_forward)?;
+            }
             self.matrix(Role::FfnUp, "ffn_up.weight", width, self.feed_forward)?;
         }
         self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, width)?;

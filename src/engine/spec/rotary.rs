@@ -115,7 +115,8 @@ impl Rotary {
         let is_granite = [Architecture::Granite, Architecture::GraniteHybrid]
             .iter()
             .any(|family| family.name() == header.architecture());
-        if is_granite && finetuned == Some(false) {
+        let is_still = header.architecture() == Architecture::NemotronH.name();
+        if is_still || is_granite && finetuned == Some(false) {
             rotation = Rotation::STILL;
         }
         let pairs = [rotary / 2];

@@ -10,11 +10,14 @@ use candle_core::{
         gguf_file::{self, Content, Value},
     },
 };
-use cotenant::engine::{
-    Engine, Model,
-    gguf::GgmlDType,
-    spec::{Architecture, Spec},
-    synthetic::{Synthetic, TypeMix},
+use cotenant::{
+    engine::{
+        Engine, Model,
+        gguf::GgmlDType,
+        spec::{Architecture, Spec},
+        synthetic::{Synthetic, TypeMix},
+    },
+    policy::residency::LayerKind::{Attention, FeedForward, Recurrent},
 };
 
 use super::{File, PROMPT, go, open, plan, reference, tiny, write};
@@ -350,6 +353,10 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
         ),
         (
+            "nemotron_h_moe",
+            "use a dense Nemotron-H, for example NVIDIA-Nemotron-3-Nano-4B Q4_K_M",
+        ),
+        (
             "cohere2",
             "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
         ),
@@ -363,7 +370,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, nemotron_h, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );
@@ -530,6 +537,28 @@ fn scans_whose_heads_do_not_fit_are_refused_and_layers_without_zeros_attend() {
         refused(&parts.write()),
         "tensor `blk.0.attn_q.weight` is missing"
     );
+}
+
+#[test]
+fn widths_of_nemotron_h_decide_the_kinds_of_its_layers() {
+    let file = tiny(Architecture::NemotronH, GgmlDType::Q8_0);
+    let (_, header) = Model::inspect(&file.path, 1).unwrap();
+    let spec = Spec::read(&header).unwrap();
+    let kinds: Vec<_> = spec.layers.iter().map(|layer| layer.kind).collect();
+    assert_eq!(kinds, [Recurrent, FeedForward, Recurrent, Attention]);
+    // Older files have one epsilon.
+    let mut parts = Parts::of(&file);
+    let epsilon = "nemotron_h.attention.layer_norm_rms_epsilon";
+    parts.entries.remove(epsilon).unwrap();
+    assert_eq!(reference(&parts.write().path, 2), reference(&file.path, 2));
+    for (widths, problem) in [
+        ([0; 4], "tensor `blk.1.ssm_in.weight` is missing"),
+        ([0, 256, 256, 0], "tensor `blk.2.ffn_up.weight` is missing"),
+    ] {
+        let mut parts = Parts::of(&file);
+        parts.list("nemotron_h.feed_forward_length", &widths);
+        assert_eq!(refused(&parts.write()), problem);
+    }
 }
 
 #[test]

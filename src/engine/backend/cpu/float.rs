@@ -216,6 +216,15 @@ kernel! {
         }
     }
 
+    /// `gate = max(gate, 0)²`; there is no factor.
+    pub(crate) fn relu_squared(gate: &mut [f32], _up: &[f32]) {
+        for g in gate.iter_mut() {
+            // Not `max`, which would turn a number that is none into one.
+            let x = if *g < 0.0 { 0.0 } else { *g };
+            *g = x * x;
+        }
+    }
+
     /// `gate = silu(gate) · up`.
     pub(crate) fn silu_mul(gate: &mut [f32], up: &[f32]) {
         for (g, u) in gate.iter_mut().zip(up) {

@@ -450,8 +450,16 @@ fn activate<'op>(
     job: &'op Activate,
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
-    let (gate, up) = (access.write(&job.gate)?, access.write(&job.up)?);
-    let (len, width) = (same_len(gate, up)?, job.width.max(1));
+    let gate = access.write(&job.gate)?;
+    // Without a factor, none is read.
+    let up = match &job.up {
+        Some(up) => access.write(up)?,
+        None => &mut [],
+    };
+    let (len, width) = (gate.len(), job.width.max(1));
+    if job.up.is_some() {
+        same_len(gate, up)?;
+    }
     for (bias, rows) in [(&job.gate_bias, &mut *gate), (&job.up_bias, &mut *up)] {
         if let Some(bias) = access.read_some(bias.as_ref())? {
             rows.chunks_exact_mut(width)
@@ -462,6 +470,7 @@ fn activate<'op>(
     let kernel = match job.activation {
         Activation::Clamped => float::clamped_mul,
         Activation::Gelu => float::gelu_mul,
+        Activation::ReluSquared => float::relu_squared,
         Activation::Silu => float::silu_mul,
     };
     let share = Share::new(&mut *gate);
@@ -470,7 +479,7 @@ fn activate<'op>(
         let count = ACTIVATION_ITEM.min(len - from);
         // SAFETY: each part is one item.
         let gate = unsafe { share.slice(from, count) };
-        kernel(isa, gate, &up[from..from + count]);
+        kernel(isa, gate, up.get(from..from + count).unwrap_or_default());
     });
     copying.all(pool, gate, width);
     Ok(())

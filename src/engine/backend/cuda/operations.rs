@@ -156,7 +156,7 @@ impl Launcher {
         let fits = job.rows == 1
             && *first == 0
             && is_whole(gate, &activate.gate)
-            && is_whole(up, &activate.up)
+            && activate.up.as_ref().is_some_and(|to| is_whole(up, to))
             && activate.width.div_ceil(PAIR_ROWS) <= PAIR_COUNTERS_MAX
             && self.copied.base == start
             && stride.max(self.copied.stride as usize) <= half;
@@ -354,8 +354,10 @@ impl Launcher {
 
     fn activate(&mut self, job: &Activate) -> Result<(), DeviceError> {
         let rows = job.gate.len() / 4 / job.width.max(1);
-        let (gate, up) = (self.at(&job.gate)?, self.at(&job.up)?);
-        self.fits(&job.up, job.gate.len())?;
+        let up = job.up.as_ref();
+        let up = up.ok_or_else(|| DeviceError::new("there is no kernel without a factor"))?;
+        self.fits(up, job.gate.len())?;
+        let (gate, up) = (self.at(&job.gate)?, self.at(up)?);
         self.add_bias(gate, rows, job.gate_bias.as_ref())?;
         self.add_bias(up, rows, job.up_bias.as_ref())?;
         let launched = ActivateJob {
@@ -717,8 +719,8 @@ const fn number_of(activation: Activation) -> u32 {
     match activation {
         Activation::Silu => 1,
         Activation::Gelu => 2,
-        // Of mixtures only, which are refused.
-        Activation::Clamped => 3,
+        // Of models only that are refused.
+        Activation::Clamped | Activation::ReluSquared => 3,
     }
 }
 

@@ -4,9 +4,9 @@ use super::*;
 use crate::{disk::DiskTimeout, model::saved::Hindrance};
 
 pub(super) fn tiny(path: &Path, architecture: Architecture, dtype: GgmlDType) {
-    // The fourth layer of Qwen3.5 and Granite 4 is the first one with attention; two of Gemma 4 use the keys of others.
+    // The fourth layer of these hybrids is the first one with attention; two of Gemma 4 use the keys of others.
     let (layers, width) = match architecture {
-        Architecture::GraniteHybrid | Architecture::Qwen35 => (4, 64),
+        Architecture::GraniteHybrid | Architecture::NemotronH | Architecture::Qwen35 => (4, 64),
         Architecture::Gemma4 => (4, 32),
         _ => (2, 32),
     };

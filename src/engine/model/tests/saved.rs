@@ -68,7 +68,7 @@ fn go_on(talk: &mut Talk, path: &Path) -> Vec<u32> {
     reused
 }
 
-const ALL_KINDS: [Architecture; 7] = [
+const ALL_KINDS: [Architecture; 8] = [
     Architecture::Qwen3,
     Architecture::Qwen35,
     Architecture::Gemma2,
@@ -76,6 +76,7 @@ const ALL_KINDS: [Architecture; 7] = [
     Architecture::Gemma4,
     Architecture::GptOss,
     Architecture::GraniteHybrid,
+    Architecture::NemotronH,
 ];
 
 #[test]

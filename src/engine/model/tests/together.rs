@@ -331,6 +331,7 @@ fn another_kv_type_waits_for_the_end_of_a_pass_with_copies_and_leaves_answers_to
     for architecture in [
         Architecture::Qwen35,
         Architecture::GraniteHybrid,
+        Architecture::NemotronH,
         Architecture::Lfm2,
         Architecture::Gemma3,
         Architecture::Gemma4,
@@ -413,6 +414,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Qwen35, GgmlDType::Q8_0, 4),
         (Architecture::Qwen35Moe, GgmlDType::Q8_0, 4),
         (Architecture::GraniteHybrid, GgmlDType::Q8_0, 4),
+        (Architecture::NemotronH, GgmlDType::F32, 4),
         (Architecture::Lfm2, GgmlDType::F32, 4),
         (Architecture::Lfm2Moe, GgmlDType::Q8_0, 4),
         (Architecture::Gemma2, GgmlDType::Q8_0, 7),

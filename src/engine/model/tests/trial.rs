@@ -91,6 +91,7 @@ fn a_state_advances_by_accepted_tokens_only_whatever_arrives_meanwhile() {
         Architecture::Qwen35,
         Architecture::Qwen35Moe,
         Architecture::GraniteHybrid,
+        Architecture::NemotronH,
         Architecture::Lfm2,
     ] {
         let folder = tempfile::tempdir().unwrap();

@@ -295,6 +295,7 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
         (Architecture::Llama, GgmlDType::Q8_0),
         (Architecture::Qwen35, GgmlDType::Q8_0),
         (Architecture::GraniteHybrid, GgmlDType::Q8_0),
+        (Architecture::NemotronH, GgmlDType::F32),
         (Architecture::Gemma2, GgmlDType::Q8_0),
         (Architecture::Gemma3, GgmlDType::Q8_0),
         (Architecture::Gemma4, GgmlDType::Q8_0),
