@@ -413,7 +413,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 }
 
 /// Families not supported on a GPU, with the reason.
-const WITHOUT_KERNELS: [(Architecture, &str); 13] = [
+const WITHOUT_KERNELS: [(Architecture, &str); 14] = [
     (
         Architecture::Exaone4,
         "its layers have no preceding norm, which no kernel supports",
@@ -445,6 +445,10 @@ const WITHOUT_KERNELS: [(Architecture, &str); 13] = [
     (
         Architecture::NemotronH,
         "it has selective scans (Mamba-2), which no kernel supports",
+    ),
+    (
+        Architecture::NemotronHMoe,
+        "it is a mixture of experts, which no kernel supports",
     ),
     (
         Architecture::Olmo2,

@@ -62,6 +62,7 @@ impl Weights for Synthetic {
             experts: match architecture {
                 Architecture::GptOss
                 | Architecture::Lfm2Moe
+                | Architecture::NemotronHMoe
                 | Architecture::Qwen3Moe
                 | Architecture::Qwen35Moe
                 | Architecture::Qwen3VlMoe => (8, 2),
@@ -84,6 +85,7 @@ impl Weights for Synthetic {
                     | Architecture::Llama
                     | Architecture::Mistral3
                     | Architecture::NemotronH
+                    | Architecture::NemotronHMoe
                     | Architecture::Olmo2
                     | Architecture::StableLm
             ),

@@ -455,7 +455,7 @@ fn nearest_family(architecture: &str) -> &'static str {
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
         (
             "nemotron",
-            "use a dense Nemotron-H, for example NVIDIA-Nemotron-3-Nano-4B Q4_K_M",
+            "use Nemotron 3 Nano, for example NVIDIA-Nemotron-3-Nano-30B-A3B Q4_K_M",
         ),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),
         (

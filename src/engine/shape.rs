@@ -57,10 +57,10 @@ pub struct ExpertRooms {
     pub each: usize,
     /// Bytes of a room.
     pub room: usize,
-    /// Of each of [`Role::EXPERTS`], the index among the layer's matrices, and the offset in a room.
-    pub places: [(usize, usize); 3],
-    /// The extents of each expert.
-    pub extents: Vec<[Extent; 3]>,
+    /// Of each of [`Role::EXPERTS`] that the layer has, the index among the layer's matrices, and the offset in a room.
+    pub places: Vec<(usize, usize)>,
+    /// The extents of each expert, one per matrix.
+    pub extents: Vec<Vec<Extent>>,
 }
 
 /// Matrices in an arena when resident, and in pieces when streamed; experts of a mixture are read one by one instead, and
@@ -312,7 +312,9 @@ impl ExpertRooms {
     fn of(layer: &LayerSpec, spec: &ExpertSpec, least: usize, first: usize) -> Option<Self> {
         let mut matrices = Vec::new();
         for role in Role::EXPERTS {
-            let (number, matrix) = layer.matrix(role)?;
+            let Some((number, matrix)) = layer.matrix(role) else {
+                continue;
+            };
             matrices.push((
                 number,
                 matrix,
@@ -335,17 +337,13 @@ impl ExpertRooms {
                 }
             })
         };
-        let extents = (0..spec.count).map(|expert| {
-            let [one, two, three] = &extents_of(expert).collect::<Vec<_>>()[..] else {
-                return None;
-            };
-            Some([one.clone(), two.clone(), three.clone()])
-        });
-        let extents: Vec<[Extent; 3]> = extents.collect::<Option<_>>()?;
+        layer.matrix(Role::ExpertDown)?;
+        let extents = (0..spec.count).map(|expert| extents_of(expert).collect());
+        let extents: Vec<Vec<Extent>> = extents.collect();
         let mut room = 0;
-        let mut places = [(0, 0); 3];
-        for (at, (place, (number, ..))) in places.iter_mut().zip(&matrices).enumerate() {
-            *place = (*number, room);
+        let mut places = Vec::new();
+        for (at, (number, ..)) in matrices.iter().enumerate() {
+            places.push((*number, room));
             let of_matrix = extents.iter().filter_map(|extents| extents.get(at));
             room += of_matrix.map(Extent::aligned_bytes).max()?;
         }
@@ -365,7 +363,7 @@ impl ExpertRooms {
             parts: first..first,
             each: 1,
             room: 0,
-            places: [(0, 0); 3],
+            places: Vec::new(),
             extents: Vec::new(),
         }
     }
@@ -374,7 +372,7 @@ impl ExpertRooms {
     fn part(&self, layer: usize, first: usize, part: usize) -> PartLayout {
         let experts = self.extents.iter().skip(part * self.each).take(self.each);
         let runs = experts.clone().enumerate().flat_map(|(room, extents)| {
-            let places = extents.iter().zip(self.places);
+            let places = extents.iter().zip(&self.places);
             places.map(move |(extent, (_, offset))| (extent.clone(), room * self.room + offset))
         });
         PartLayout {

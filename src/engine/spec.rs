@@ -209,10 +209,16 @@ impl Spec {
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let experts = keys.experts(architecture, depth)?;
         let feed_forward_of = |layer| match &experts {
+            // Zero in layers that are a mixer.
+            Some(experts) if architecture.is_nemotron() => {
+                keys.width_of_layer(layer).map(|width| {
+                    let beside = experts.beside.width();
+                    if width > 0 { beside } else { 0 }
+                })
+            }
             Some(experts) if experts.beside.width() > 0 => Ok(experts.beside.width()),
             Some(experts) if experts.dense == 0 => Ok(experts.inner),
-            // Zero in layers that are a mixer.
-            _ if architecture == Architecture::NemotronH => keys.width_of_layer(layer),
+            _ if architecture.is_nemotron() => keys.width_of_layer(layer),
             _ => keys.count_of_layer("feed_forward_length", WIDTH_MAX, layer),
         };
         let rotary = keys.rotary(width)?;
@@ -220,7 +226,7 @@ impl Spec {
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
-            Architecture::GraniteHybrid | Architecture::NemotronH => {
+            Architecture::GraniteHybrid | Architecture::NemotronH | Architecture::NemotronHMoe => {
                 Some(RecurrentSpec::Scan(keys.scan()?))
             }
             Architecture::Lfm2 | Architecture::Lfm2Moe => {
@@ -274,7 +280,7 @@ impl Spec {
         for index in 0..depth {
             let feed_forward = feed_forward_of(index)?;
             widest = feed_forward.max(widest);
-            let is_alone = architecture == Architecture::NemotronH && feed_forward > 0;
+            let is_alone = architecture.is_nemotron() && feed_forward > 0;
             let mut builder = LayerBuilder {
                 header,
                 prefix: format!("blk.{index}."),
@@ -334,9 +340,9 @@ impl Spec {
             context_max: keys.context()?,
             epsilon: header
                 .f32(&keys.full(epsilon))
-                .or_else(|| match architecture {
-                    Architecture::NemotronH => header.f32(&keys.full(LAYER_NORM_EPSILON)),
-                    _ => None,
+                .or_else(|| match architecture.is_nemotron() {
+                    true => header.f32(&keys.full(LAYER_NORM_EPSILON)),
+                    false => None,
                 })
                 .ok_or_else(|| keys.wrong(epsilon, "it is missing".to_owned()))?,
             embedding_scale: match architecture {
@@ -359,7 +365,7 @@ impl Spec {
             activation: match architecture {
                 _ if architecture.is_gemma() => Activation::Gelu,
                 Architecture::GptOss => Activation::Clamped,
-                Architecture::NemotronH => Activation::ReluSquared,
+                _ if architecture.is_nemotron() => Activation::ReluSquared,
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {

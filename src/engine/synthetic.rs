@@ -38,10 +38,11 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
-    /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `gpt-oss`, `olmo2`).
+    /// Tokens of a sliding window, and the interval of layers without one (`gemma2` to `gemma4`, `gpt-oss`, `olmo2`);
+    /// the interval of attention layers, if it is not 4 (`granitehybrid`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`); groups, heads and state elements of
-    /// scans (`granitehybrid`, `nemotron_h`), which are twice as wide as the residual stream.
+    /// scans (`granitehybrid`, `nemotron_h`, `nemotron_h_moe`), which are twice as wide as the residual stream.
     pub recurrent: (u32, u32, u32),
     /// Experts of each layer, and those that a token uses; none if zero.
     pub experts: (u32, u32),
@@ -167,7 +168,7 @@ impl Synthetic {
         put("embedding_length", Uint(self.width));
         if !matches!(
             self.architecture,
-            Architecture::Gemma4 | Architecture::NemotronH
+            Architecture::Gemma4 | Architecture::NemotronH | Architecture::NemotronHMoe
         ) {
             put("feed_forward_length", Uint(self.feed_forward));
         }
@@ -175,7 +176,10 @@ impl Synthetic {
             put("expert_count", Uint(self.experts.0));
             put("expert_used_count", Uint(self.experts.1));
             put("expert_feed_forward_length", Uint(self.feed_forward));
-            if let Architecture::GraniteHybrid | Architecture::Qwen35Moe = self.architecture {
+            if let Architecture::GraniteHybrid
+            | Architecture::NemotronHMoe
+            | Architecture::Qwen35Moe = self.architecture
+            {
                 let key = "expert_shared_feed_forward_length";
                 put(key, Uint(self.feed_forward));
             }
@@ -187,7 +191,7 @@ impl Synthetic {
         });
         let heads = match self.architecture {
             _ if self.architecture.is_lfm2() => Ints(heads.collect()),
-            Architecture::GraniteHybrid | Architecture::NemotronH => Ints(heads.collect()),
+            _ if self.scans() => Ints(heads.collect()),
             _ => Uint(self.kv_heads),
         };
         if self.architecture != Architecture::Gemma4 {
@@ -200,7 +204,7 @@ impl Synthetic {
             false => "attention.layer_norm_rms_epsilon",
         };
         put(epsilon, Float(1e-6));
-        if self.architecture == Architecture::NemotronH {
+        if self.architecture.is_nemotron() {
             put("attention.layer_norm_epsilon", Float(1e-6));
         }
         put("rope.freq_base", Float(self.rotary_base));
@@ -219,13 +223,17 @@ impl Synthetic {
                     put("rope.scaling.finetuned", Bool(false));
                 }
             }
-            Architecture::NemotronH => {
+            Architecture::NemotronH | Architecture::NemotronHMoe => {
                 let inner = (0..self.layers).map(|layer| match self.has_mixer(layer) {
                     true => 0,
                     false => self.feed_forward.cast_signed(),
                 });
                 put("vocab_size", Uint(self.vocabulary));
                 put("feed_forward_length", Ints(inner.collect()));
+                if self.experts.0 > 0 {
+                    put("expert_weights_norm", Bool(true));
+                    put("expert_weights_scale", Float(2.5));
+                }
             }
             Architecture::Mistral3 => {
                 put("vocab_size", Uint(self.vocabulary));
@@ -374,7 +382,7 @@ impl Synthetic {
             Architecture::GptOss => "gpt-4o",
             Architecture::GraniteHybrid => "refact",
             Architecture::Lfm2 | Architecture::Lfm2Moe => "lfm2",
-            Architecture::NemotronH => "pixtral",
+            Architecture::NemotronH | Architecture::NemotronHMoe => "pixtral",
             Architecture::StableLm => "stablelm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
@@ -523,7 +531,7 @@ impl Synthetic {
                 matrix("attn_output", query, width, false);
             }
             let inner = self.inner(layer);
-            let experts = match layer >= self.dense() {
+            let experts = match layer >= self.dense() && !self.is_mixer(layer) {
                 true => self.experts.0,
                 false => 0,
             };
@@ -534,19 +542,26 @@ impl Synthetic {
                     stack("ffn_up", width, inner, false, 0);
                     stack("ffn_down", inner, width, true, 0);
                 } else {
-                    stack("ffn_gate_exps", width, inner, false, experts);
+                    if !self.architecture.is_nemotron() {
+                        stack("ffn_gate_exps", width, inner, false, experts);
+                    }
                     stack("ffn_up_exps", width, inner, false, experts);
                 }
                 stack("ffn_down_exps", inner, width, true, experts);
                 if let Architecture::GraniteHybrid | Architecture::Qwen35Moe = self.architecture {
                     stack("ffn_gate_shexp", width, inner, false, 0);
+                }
+                if let Architecture::GraniteHybrid
+                | Architecture::NemotronHMoe
+                | Architecture::Qwen35Moe = self.architecture
+                {
                     stack("ffn_up_shexp", width, inner, false, 0);
                     stack("ffn_down_shexp", inner, width, true, 0);
                 }
             } else if self.architecture == Architecture::Phi3 {
                 matrix("ffn_up", width, 2 * self.feed_forward, false);
                 matrix("ffn_down", self.feed_forward, width, true);
-            } else if self.architecture == Architecture::NemotronH {
+            } else if self.architecture.is_nemotron() {
                 if !has_mixer {
                     matrix("ffn_up", width, inner, false);
                     matrix("ffn_down", inner, width, true);
@@ -576,7 +591,7 @@ impl Synthetic {
                 vector("attn_norm.weight", width, Draw::Norm);
                 if self.architecture.is_qwen35() || self.architecture == Architecture::GptOss {
                     vector("post_attention_norm.weight", width, Draw::Norm);
-                } else if self.architecture != Architecture::NemotronH {
+                } else if !self.architecture.is_nemotron() {
                     vector("ffn_norm.weight", width, Draw::Norm);
                 }
             }
@@ -584,7 +599,9 @@ impl Synthetic {
                 vector("attn_norm.bias", width, Draw::Bias);
                 vector("ffn_norm.bias", width, Draw::Bias);
             }
-            if self.architecture == Architecture::Lfm2Moe && experts > 0 {
+            if let Architecture::Lfm2Moe | Architecture::NemotronHMoe = self.architecture
+                && experts > 0
+            {
                 vector("exp_probs_b.bias", experts, Draw::Bias);
             }
             if self.architecture == Architecture::Qwen35Moe {
@@ -740,23 +757,31 @@ impl Synthetic {
     const fn scans(&self) -> bool {
         matches!(
             self.architecture,
-            Architecture::GraniteHybrid | Architecture::NemotronH
+            Architecture::GraniteHybrid | Architecture::NemotronH | Architecture::NemotronHMoe
         )
     }
 
     /// Whether a layer is not a feed-forward part alone.
     const fn has_mixer(&self, layer: u32) -> bool {
-        !matches!(self.architecture, Architecture::NemotronH) || layer % 4 != 1
+        !self.architecture.is_nemotron() || layer % 4 != 1
+    }
+
+    /// Whether a layer is a mixer alone.
+    const fn is_mixer(&self, layer: u32) -> bool {
+        self.architecture.is_nemotron() && self.has_mixer(layer)
     }
 
     /// Whether a layer is recurrent: three of four, two of three (`lfm2`), or two of four (`nemotron_h`).
     const fn is_recurrent(&self, layer: u32) -> bool {
         match self.architecture {
             Architecture::Lfm2 | Architecture::Lfm2Moe => !(layer + 1).is_multiple_of(3),
+            Architecture::GraniteHybrid if self.windows.1 > 0 => {
+                !(layer + 1).is_multiple_of(self.windows.1)
+            }
             Architecture::GraniteHybrid | Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 !(layer + 1).is_multiple_of(4)
             }
-            Architecture::NemotronH => layer.is_multiple_of(2),
+            Architecture::NemotronH | Architecture::NemotronHMoe => layer.is_multiple_of(2),
             _ => false,
         }
     }

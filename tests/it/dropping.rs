@@ -75,6 +75,7 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
                 | Architecture::NemotronH
+                | Architecture::NemotronHMoe
                 | Architecture::Qwen35
                 | Architecture::Qwen35Moe
         ) {
@@ -321,6 +322,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
                 | Architecture::Lfm2
                 | Architecture::Lfm2Moe
                 | Architecture::NemotronH
+                | Architecture::NemotronHMoe
                 | Architecture::GptOss
                 | Architecture::Olmo2
                 | Architecture::Phi3

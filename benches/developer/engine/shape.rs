@@ -68,6 +68,9 @@ pub(crate) enum ShapeName {
     /// Six of its 24 layers and a vocabulary of 32,000 tokens.
     #[value(name = "gpt-oss-6")]
     GptOssSmall,
+    /// Granite 4.0 H 1B.
+    #[value(name = "granite-4.0-h-1b")]
+    GraniteHybrid,
     /// Qwen2.5-0.5B, whose rows are no multiple of 256.
     #[value(name = "qwen2.5-0.5b")]
     Qwen25,
@@ -101,6 +104,8 @@ pub(crate) enum ShapeName {
     TinyMistral3,
     /// The same of Nemotron-H.
     TinyNemotronH,
+    /// The same of Nemotron-H with a mixture of experts.
+    TinyNemotronHMoe,
     /// The same of OLMo 3.
     TinyOlmo2,
     /// The same of Phi-3.
@@ -247,6 +252,7 @@ impl ShapeName {
                 vocabulary: 32_000,
                 ..Synthetic::gpt_oss_20b(mix, seed)
             },
+            Self::GraniteHybrid => granite_4_h_1b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
             Self::TinyExaone4 => tiny(Architecture::Exaone4),
             Self::TinyGemma2 => tiny(Architecture::Gemma2),
@@ -264,6 +270,7 @@ impl ShapeName {
             Self::TinyLlama => tiny(Architecture::Llama),
             Self::TinyMistral3 => tiny(Architecture::Mistral3),
             Self::TinyNemotronH => tiny(Architecture::NemotronH),
+            Self::TinyNemotronHMoe => tiny(Architecture::NemotronHMoe),
             Self::TinyOlmo2 => tiny(Architecture::Olmo2),
             Self::TinyPhi3 => tiny(Architecture::Phi3),
             Self::TinyQwen2 => tiny(Architecture::Qwen2),
@@ -379,6 +386,26 @@ fn gemma4_e2b(types: TypeMix, seed: u64) -> Synthetic {
             local_kv_heads: 1,
         },
         vocabulary: 32_000,
+        context_max: 131_072,
+        ..gemma3_1b(types, seed)
+    }
+}
+
+/// Returns the shape of Granite 4.0 H 1B, with its four attention layers at equal distances.
+fn granite_4_h_1b(types: TypeMix, seed: u64) -> Synthetic {
+    Synthetic {
+        architecture: Architecture::GraniteHybrid,
+        layers: 40,
+        width: 1536,
+        feed_forward: 4096,
+        heads: 12,
+        kv_heads: 4,
+        head_dim: 128,
+        rotary: 128,
+        rotary_base: 10_000.0,
+        windows: (0, 10),
+        recurrent: (1, 48, 128),
+        vocabulary: 100_352,
         context_max: 131_072,
         ..gemma3_1b(types, seed)
     }

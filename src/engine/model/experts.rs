@@ -190,10 +190,10 @@ impl Experts {
                 .map_err(|error| Missing::Failed(no_reader(layout, layer, expert, &error)))?,
         };
         let rooms = layout.layers.get(layer);
-        let extents = rooms.and_then(|rooms| rooms.extents.get(expert).zip(Some(rooms.places)));
+        let extents = rooms.and_then(|rooms| rooms.extents.get(expert).zip(Some(&rooms.places)));
         let extents = extents.into_iter().flat_map(|(extents, places)| {
-            let place = |(_, offset)| room * layout.room + offset;
-            extents.iter().cloned().zip(places.map(place))
+            let place = move |(_, offset): &(usize, usize)| room * layout.room + offset;
+            extents.iter().cloned().zip(places.iter().map(place))
         });
         fetcher.ask(Wanted {
             number: room,

@@ -253,15 +253,19 @@ fn expert(
     let (width, inner, rows) = (pass.model.spec.width, spec.inner, chosen.rows.len());
     let layer = pass.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
     let mut weights = Vec::with_capacity(Role::EXPERTS.len());
-    for (at, role) in Role::EXPERTS.into_iter().enumerate() {
+    let roles = Role::EXPERTS.into_iter();
+    let roles = roles.filter(|role| layer.matrix(*role).is_some());
+    for (at, role) in roles.enumerate() {
         let view = pass
             .model
             .weights
             .expert(&pass.model.layout, (index, chosen.expert), room, at);
         weights.push(view.zip(matrix_of(layer, role)).ok_or(Failure::NoMatrix)?);
     }
-    let [gate, up, down] = &weights[..] else {
-        return Err(Failure::NoMatrix);
+    let (gate, up, down) = match &weights[..] {
+        [gate, up, down] => (Some(gate), up, down),
+        [up, down] => (None, up, down),
+        _ => return Err(Failure::NoMatrix),
     };
     let bias = |vector| {
         let all = pass.model.layout.fixed.vector(index, vector)?;
@@ -291,10 +295,13 @@ fn expert(
         to: input.clone(),
         prepare: pass.prepare(index, &[Role::ExpertGate, Role::ExpertUp], 0),
     };
-    let products = [
-        product(gate, inner, wide.clone()),
-        product(up, inner, second.clone()),
-    ];
+    let products = match gate {
+        Some(gate) => vec![
+            product(gate, inner, wide.clone()),
+            product(up, inner, second.clone()),
+        ],
+        None => vec![product(up, inner, wide.clone())],
+    };
     let gated = Multiply {
         products: products.as_slice().into(),
         input,
@@ -303,7 +310,7 @@ fn expert(
         activate: Some(Activate {
             activation: pass.model.spec.activation,
             gate: wide.clone(),
-            up: Some(second),
+            up: gate.map(|_| second),
             gate_bias: bias(Vector::ExpertGateBias),
             up_bias: bias(Vector::ExpertUpBias),
             width: inner,
@@ -415,7 +422,7 @@ impl Weights {
         }
     }
 
-    /// Weights of an expert for one of [`Role::EXPERTS`].
+    /// Weights of an expert for one of those of [`Role::EXPERTS`] that the layer has.
     fn expert(
         &self,
         layout: &Layout,
@@ -578,7 +585,8 @@ fn best_of((logits, bias): (&[f32], &[f32]), spec: &ExpertSpec) -> Vec<(usize, f
     }
     let sum: f32 = best.iter().map(|(_, weight)| weight).sum();
     let sum = sum.max(WEIGHTS_LEAST);
-    best.iter_mut().for_each(|(_, weight)| *weight /= sum);
+    best.iter_mut()
+        .for_each(|(_, weight)| *weight = *weight / sum * spec.scale);
     best
 }
 
@@ -603,6 +611,7 @@ mod tests {
         beside: Beside::Nothing,
         dense: 0,
         scores: Scores::Softmax,
+        scale: 1.0,
     };
     const NO_BIAS: [f32; 4] = [0.0; 4];
 
@@ -650,6 +659,15 @@ mod tests {
         let best = best_of((&[0.0, 9.0, 0.0, 0.0], &NO_BIAS), &spec);
         assert_eq!(best[1].0, 1);
         assert!((best[1].1 - 2.0 / 3.0).abs() < 1e-3, "{best:?}");
+    }
+
+    #[test]
+    fn weights_are_scaled_after_their_sum_is_one() {
+        let spec = ExpertSpec { scale: 2.5, ..SPEC };
+        assert_eq!(
+            best_of((&[0.5; 4], &NO_BIAS), &spec),
+            [(0, 1.25), (1, 1.25)]
+        );
     }
 
     #[test]

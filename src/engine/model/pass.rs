@@ -232,13 +232,14 @@ impl Pass<'_, '_> {
     fn layer(&mut self, index: usize) -> Result<(), Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let (kind, is_mixer) = (layer.kind, layer.matrix(Role::FfnDown).is_none());
+        let has_experts = layer.matrix(Role::Router).is_some();
         match (kind, self.model.spec.recurrent) {
             (LayerKind::FeedForward, _) => {}
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
             _ => self.attention(index)?,
         }
         match self.model.spec.experts {
-            Some(experts) if index >= experts.dense => mixture::compute(self, index, &experts)?,
+            Some(experts) if has_experts => mixture::compute(self, index, &experts)?,
             _ if is_mixer => {}
             _ => self.feed_forward(index)?,
         }

@@ -137,6 +137,8 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
         let (all, before_head) = match architecture {
             // Its feed-forward part has two groups, the others are one each.
             Architecture::NemotronH => (5, 5),
+            // One layer has experts.
+            Architecture::NemotronHMoe => (6, 5 + experts),
             _ if experts == 0 => (5, 12),
             // The first layer has none.
             Architecture::Lfm2Moe => (8, 3 + 3 * (1 + experts)),

@@ -31,6 +31,8 @@ pub enum Architecture {
     Mistral3,
     /// Nemotron-H and Nemotron 3 Nano dense: each layer is Mamba-2, attention without rotation, or a feed-forward part.
     NemotronH,
+    /// Nemotron 3 Nano with a mixture of experts in place of each feed-forward part.
+    NemotronHMoe,
     /// OLMo 2 and 3.
     Olmo2,
     /// Phi-3 and Phi-4 dense.
@@ -57,7 +59,7 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::Exaone4,
         Self::Gemma2,
         Self::Gemma3,
@@ -70,6 +72,7 @@ impl Architecture {
         Self::Llama,
         Self::Mistral3,
         Self::NemotronH,
+        Self::NemotronHMoe,
         Self::Olmo2,
         Self::Phi3,
         Self::Qwen2,
@@ -98,6 +101,7 @@ impl Architecture {
             Self::Llama => "llama",
             Self::Mistral3 => "mistral3",
             Self::NemotronH => "nemotron_h",
+            Self::NemotronHMoe => "nemotron_h_moe",
             Self::Olmo2 => "olmo2",
             Self::Phi3 => "phi3",
             Self::Qwen2 => "qwen2",
@@ -144,6 +148,7 @@ impl Architecture {
                 | Self::GraniteHybrid
                 | Self::Lfm2Moe
                 | Self::Llama
+                | Self::NemotronHMoe
                 | Self::Qwen3Moe
                 | Self::Qwen35Moe
                 | Self::Qwen3VlMoe
@@ -163,6 +168,11 @@ impl Architecture {
     /// Whether it is LFM2: short convolutions beside attention.
     pub(crate) const fn is_lfm2(self) -> bool {
         matches!(self, Self::Lfm2 | Self::Lfm2Moe)
+    }
+
+    /// Whether it is Nemotron-H: each layer is a mixer or a feed-forward part, whose activation has no gate.
+    pub(crate) const fn is_nemotron(self) -> bool {
+        matches!(self, Self::NemotronH | Self::NemotronHMoe)
     }
 
     /// Whether it is Qwen3.5: Gated DeltaNet beside attention with a gated output.
@@ -196,6 +206,7 @@ impl Architecture {
             | Self::Llama
             | Self::Mistral3
             | Self::NemotronH
+            | Self::NemotronHMoe
             | Self::Phi3
             | Self::Qwen2
             | Self::SmolLm3
@@ -435,7 +446,7 @@ pub struct ConvolutionSpec {
 }
 
 /// Constants of a mixture of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertSpec {
     /// Experts of a layer.
     pub count: usize,
@@ -449,12 +460,14 @@ pub struct ExpertSpec {
     pub dense: usize,
     /// Scores of experts by their logits.
     pub scores: Scores,
+    /// Factor of the weights of a token's experts, whose sum is otherwise one.
+    pub scale: f32,
 }
 
 /// The part that computes every token beside the experts that the router chooses, by its width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beside {
-    /// An expert that is added to the others (Granite 4).
+    /// An expert that is added to the others (Granite 4, Nemotron 3).
     Added(usize),
     /// None.
     Nothing,
@@ -716,7 +729,7 @@ pub enum Vector {
 }
 
 impl Role {
-    /// The matrices of a mixture, of which a token needs the rows of some experts.
+    /// The matrices of a mixture, of which a token needs the rows of some experts; there may be no gates.
     pub const EXPERTS: [Self; 3] = [Self::ExpertGate, Self::ExpertUp, Self::ExpertDown];
 }
 

@@ -127,6 +127,18 @@ impl Keys<'_> {
             let problem = format!("a mixture of {count} experts is not supported");
             return Err(self.wrong("expert_count", problem));
         }
+        if architecture == Architecture::NemotronHMoe {
+            let latent = self.optional("moe_latent_size", WIDTH_MAX)?;
+            if let Some(latent) = latent.filter(|&latent| latent > 0) {
+                let problem = format!("experts in a space of {latent} elements are not supported");
+                return Err(self.wrong("moe_latent_size", problem));
+            }
+            let key = "expert_weights_norm";
+            if self.header.bool(&self.full(key)) != Some(true) {
+                let problem = "weights whose sum is not one are not supported".to_owned();
+                return Err(self.wrong(key, problem));
+            }
+        }
         let used = self.count("expert_used_count", count)?;
         let inner = match self.optional_of_layers("expert_feed_forward_length", WIDTH_MAX)? {
             Some(inner) => self.positive("expert_feed_forward_length", Some(inner))?,
@@ -142,6 +154,9 @@ impl Keys<'_> {
                     _ => Beside::Nothing,
                 }
             }
+            Architecture::NemotronHMoe => {
+                Beside::Added(self.count("expert_shared_feed_forward_length", WIDTH_MAX)?)
+            }
             Architecture::Qwen35Moe => {
                 Beside::Gated(self.count("expert_shared_feed_forward_length", WIDTH_MAX)?)
             }
@@ -155,6 +170,7 @@ impl Keys<'_> {
         };
         let scores = match (self.optional("expert_gating_func", 255)?, architecture) {
             (Some(2), Architecture::Lfm2Moe) => Scores::Sigmoid,
+            (Some(2) | None, Architecture::NemotronHMoe) => Scores::Sigmoid,
             (Some(3) | None, Architecture::GptOss) => Scores::Logits,
             (Some(1), _) | (None, _) => Scores::Softmax,
             (Some(other), _) => {
@@ -171,6 +187,10 @@ impl Keys<'_> {
             beside,
             dense,
             scores,
+            scale: match architecture {
+                Architecture::NemotronHMoe => self.factor("expert_weights_scale", 1.0)?,
+                _ => 1.0,
+            },
         }))
     }
 
@@ -500,7 +520,7 @@ impl Keys<'_> {
         let interval = self.header.u32(&self.full("full_attention_interval"));
         // Recurrent layers have no KV heads, in files that store the number per layer.
         let heads = self.header.ints(&self.full("attention.head_count_kv"));
-        if let Architecture::GraniteHybrid | Architecture::NemotronH = architecture {
+        if architecture == Architecture::GraniteHybrid || architecture.is_nemotron() {
             // As in llama.cpp: no other key says it.
             return heads.is_some_and(|heads| heads.get(layer) == Some(&0));
         }

@@ -221,7 +221,7 @@ impl<'spec> LayerBuilder<'spec> {
             return Ok(());
         }
         let norm = match architecture {
-            Architecture::NemotronH => "attn_norm.weight",
+            _ if architecture.is_nemotron() => "attn_norm.weight",
             Architecture::GptOss | Architecture::Qwen35 | Architecture::Qwen35Moe => {
                 "post_attention_norm.weight"
             }
@@ -234,14 +234,14 @@ impl<'spec> LayerBuilder<'spec> {
             self.vector(Vector::FfnNormBias, "ffn_norm.bias", &[width])?;
         }
         if let Some(experts) = self.experts {
-            return self.mixture(experts);
+            return self.mixture(experts, !architecture.is_nemotron());
         }
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
             let (roles, rows) = ([Role::FfnGate, Role::FfnUp], [self.feed_forward; 2]);
             self.parts(roles, "ffn_up.weight", width, rows)?;
         } else {
-            if architecture != Architecture::NemotronH {
+            if !architecture.is_nemotron() {
                 self.matrix(Role::FfnGate, "ffn_gate.weight", width, self.feed_forward)?;
             }
             self.matrix(Role::FfnUp, "ffn_up.weight", width, self.feed_forward)?;
@@ -279,7 +279,7 @@ impl<'spec> LayerBuilder<'spec> {
         self.bias(Vector::LayerScale, "layer_output_scale.weight", 1)
     }
 
-    fn mixture(&mut self, spec: &ExpertSpec) -> Result<(), LoadErrorKind> {
+    fn mixture(&mut self, spec: &ExpertSpec, has_gates: bool) -> Result<(), LoadErrorKind> {
         let (width, inner) = (self.width, spec.inner);
         if spec.scores == Scores::Sigmoid {
             self.vector(Vector::ScoreBias, "exp_probs_b.bias", &[spec.count])?;
@@ -326,6 +326,9 @@ impl<'spec> LayerBuilder<'spec> {
                 (Role::FfnUp, "up", width, beside),
                 (Role::FfnDown, "down", beside, width),
             ] {
+                if role == Role::FfnGate && !has_gates {
+                    continue;
+                }
                 let name = format!("ffn_{name}{kind}.weight");
                 self.matrix(role, &name, columns, rows)?;
             }
@@ -335,6 +338,9 @@ impl<'spec> LayerBuilder<'spec> {
             (Role::ExpertUp, "ffn_up_exps.weight", width, inner),
             (Role::ExpertDown, "ffn_down_exps.weight", inner, width),
         ] {
+            if role == Role::ExpertGate && !has_gates {
+                continue;
+            }
             if self.find(name).is_none() && self.find(OLD_EXPERT).is_some() {
                 return Err(LoadErrorKind::OldExperts);
             }

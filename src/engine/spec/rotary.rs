@@ -115,7 +115,9 @@ impl Rotary {
         let is_granite = [Architecture::Granite, Architecture::GraniteHybrid]
             .iter()
             .any(|family| family.name() == header.architecture());
-        let is_still = header.architecture() == Architecture::NemotronH.name();
+        let is_still = [Architecture::NemotronH, Architecture::NemotronHMoe]
+            .iter()
+            .any(|family| family.name() == header.architecture());
         if is_still || is_granite && finetuned == Some(false) {
             rotation = Rotation::STILL;
         }

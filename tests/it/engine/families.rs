@@ -353,8 +353,8 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             "use Qwen3-30B-A3B, or a dense Qwen3.5, for example 4B Q4_K_M",
         ),
         (
-            "nemotron_h_moe",
-            "use a dense Nemotron-H, for example NVIDIA-Nemotron-3-Nano-4B Q4_K_M",
+            "nemotron",
+            "use Nemotron 3 Nano, for example NVIDIA-Nemotron-3-Nano-30B-A3B Q4_K_M",
         ),
         (
             "cohere2",
@@ -370,7 +370,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(
             error.kind().to_string(),
             format!(
-                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, nemotron_h, olmo2, phi3, qwen2, \
+                "architecture `{name}` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, nemotron_h, nemotron_h_moe, olmo2, phi3, qwen2, \
                  qwen3, qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
             )
         );
@@ -558,6 +558,29 @@ fn widths_of_nemotron_h_decide_the_kinds_of_its_layers() {
         let mut parts = Parts::of(&file);
         parts.list("nemotron_h.feed_forward_length", &widths);
         assert_eq!(refused(&parts.write()), problem);
+    }
+}
+
+#[test]
+fn experts_of_nemotron_h_in_another_space_or_with_other_weights_are_refused() {
+    let file = tiny(Architecture::NemotronHMoe, GgmlDType::Q8_0);
+    for (key, value, problem) in [
+        (
+            "moe_latent_size",
+            Value::U32(1024),
+            "experts in a space of 1024 elements are not supported",
+        ),
+        (
+            "expert_weights_norm",
+            Value::Bool(false),
+            "weights whose sum is not one are not supported",
+        ),
+    ] {
+        let mut parts = Parts::of(&file);
+        let key = format!("nemotron_h_moe.{key}");
+        parts.entries.insert(key.clone(), value);
+        let refused = refused(&parts.write());
+        assert_eq!(refused, format!("metadata `{key}`: {problem}"));
     }
 }
 

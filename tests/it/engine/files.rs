@@ -299,7 +299,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let renamed = replaced(&good, b"qwen35", b"gemma9");
     assert_eq!(
         kind_of(&renamed),
-        "architecture `gemma9` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, nemotron_h, olmo2, phi3, qwen2, qwen3, \
+        "architecture `gemma9` is not supported; supported are exaone4, gemma2, gemma3, gemma4, gpt-oss, granite, granitehybrid, lfm2, lfm2moe, llama, mistral3, nemotron_h, nemotron_h_moe, olmo2, phi3, qwen2, qwen3, \
          qwen3moe, qwen35, qwen35moe, qwen3vl, qwen3vlmoe, smollm3 and stablelm"
     );
     let renamed = replaced(&good, b"blk.2.ffn_up.weight", b"blk.2.ffn_ab.weight");

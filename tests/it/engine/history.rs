@@ -206,6 +206,7 @@ fn the_chunk_does_not_change_the_answer_and_every_row_can_be_had() {
         Architecture::Lfm2,
         Architecture::Lfm2Moe,
         Architecture::NemotronH,
+        Architecture::NemotronHMoe,
         Architecture::Qwen35,
         Architecture::Qwen3Moe,
         Architecture::Qwen35Moe,
@@ -334,7 +335,7 @@ proptest! {
     fn an_answer_that_goes_on_from_what_is_kept_is_the_one_that_reads_all_again(
         turns in prop::collection::vec(turn(), 2..5),
         threads in 1usize..4,
-        architecture in prop::sample::select(vec![Architecture::GraniteHybrid, Architecture::NemotronH, Architecture::Lfm2, Architecture::Lfm2Moe, Architecture::Qwen35, Architecture::Qwen3, Architecture::Qwen3Moe, Architecture::Qwen35Moe, Architecture::Gemma2, Architecture::Gemma3, Architecture::Gemma4, Architecture::GptOss, Architecture::StableLm]),
+        architecture in prop::sample::select(vec![Architecture::GraniteHybrid, Architecture::NemotronH, Architecture::NemotronHMoe, Architecture::Lfm2, Architecture::Lfm2Moe, Architecture::Qwen35, Architecture::Qwen3, Architecture::Qwen3Moe, Architecture::Qwen35Moe, Architecture::Gemma2, Architecture::Gemma3, Architecture::Gemma4, Architecture::GptOss, Architecture::StableLm]),
         dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::IQ4XS, GgmlDType::MXFP4]),
     ) {
         let file = tiny(architecture, dtype);

@@ -415,6 +415,7 @@ fn answers_that_are_computed_together_have_the_bits_of_each_alone() {
         (Architecture::Qwen35Moe, GgmlDType::Q8_0, 4),
         (Architecture::GraniteHybrid, GgmlDType::Q8_0, 4),
         (Architecture::NemotronH, GgmlDType::F32, 4),
+        (Architecture::NemotronHMoe, GgmlDType::Q8_0, 4),
         (Architecture::Lfm2, GgmlDType::F32, 4),
         (Architecture::Lfm2Moe, GgmlDType::Q8_0, 4),
         (Architecture::Gemma2, GgmlDType::Q8_0, 7),
