@@ -185,7 +185,8 @@ impl House {
                 };
                 match self.model.forward_together(&[span], &mut || Flow::Continue) {
                     Ok(()) => {
-                        let kept = count - back.min(count);
+                        // The first one is the answer's own, so that a draft keeps it.
+                        let kept = count - back.min(count.saturating_sub(1));
                         for number in 0..count {
                             let all = [&tokens[..], &draft[..=number]].concat();
                             let at = u32::try_from(all.len()).unwrap();
