@@ -328,7 +328,7 @@ async fn no_client_is_answered_before_the_machine_was_read() {
                 {
                     break;
                 }
-                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+                tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
         let (daemon, ()) = tokio::join!(installation.start(), asks);
