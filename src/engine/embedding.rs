@@ -10,7 +10,7 @@ use super::{
     tokenizer::{EncodeError, Tokenizer, TokenizerError},
 };
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
-use cotenant_units::Tokens;
+use cotenant_units::{Tokens, vector::normalise};
 
 /// A model for embeddings, with all its layers in memory.
 pub struct Embedder {
@@ -99,8 +99,10 @@ impl Embedder {
             wanted,
             limit: state.len(),
         })?;
+        let mut vector = state.to_vec();
+        normalise(&mut vector);
         Ok(Embedded {
-            vector: of_length_1(state),
+            vector,
             tokens: u32::try_from(tokens.len()).unwrap_or(u32::MAX),
         })
     }
@@ -113,15 +115,6 @@ fn pooling(header: &Header) -> u32 {
         .u32(&key)
         .filter(|kind| *kind != NONE)
         .unwrap_or(LAST)
-}
-
-/// A state scaled to length 1; zero stays zero.
-fn of_length_1(state: &[f32]) -> Vec<f32> {
-    let square: f64 = state.iter().map(|number| f64::from(*number).powi(2)).sum();
-    let length = square.sqrt().max(f64::MIN_POSITIVE);
-    #[expect(clippy::cast_possible_truncation, reason = "a quotient of floats")]
-    let scaled = |number: &f32| (f64::from(*number) / length) as f32;
-    state.iter().map(scaled).collect()
 }
 
 /// A file that cannot be used for embeddings.

@@ -30,7 +30,7 @@ use super::{
 };
 use cotenant_conversation::refusals::not_configured;
 use cotenant_speech::embeddings::{DIMENSIONS_MAX, Embeddings, TEXTS_MAX};
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, vector::normalise};
 
 #[derive(Deserialize)]
 struct WireOpenai {
@@ -173,10 +173,9 @@ pub(super) async fn ollama(
         truncate: wire.truncate != Some(false),
     };
     let mut found = embedded(&api, &meta, &memory, asked).await?;
-    found
-        .vectors
-        .iter_mut()
-        .for_each(|vector| normalise(vector));
+    for vector in &mut found.vectors {
+        normalise(vector);
+    }
     let mut body = format!(r#"{{"model":{shown},"embeddings":["#).into_bytes();
     for (index, vector) in found.vectors.iter().enumerate() {
         separate(&mut body, index);
@@ -276,16 +275,6 @@ fn dimensions(wire: Option<Whole>) -> Result<Option<u32>, Fault> {
     }
 }
 
-/// Scales a vector to length 1, unless it is zero.
-fn normalise(vector: &mut [f32]) {
-    let square: f64 = vector.iter().map(|number| f64::from(*number).powi(2)).sum();
-    if square > 0.0 {
-        #[expect(clippy::cast_possible_truncation, reason = "a quotient of floats")]
-        let scale = |number: &mut f32| *number = (f64::from(*number) / square.sqrt()) as f32;
-        vector.iter_mut().for_each(scale);
-    }
-}
-
 fn separate(body: &mut Vec<u8>, index: usize) {
     if index > 0 {
         body.push(b',');
@@ -342,15 +331,5 @@ mod tests {
                 .to_string()
                 .contains("`2049 texts` is above the limit of 2048")
         );
-    }
-
-    #[test]
-    fn a_vector_is_scaled_to_length_1_unless_it_is_zero() {
-        let mut vector = [3.0, -4.0];
-        normalise(&mut vector);
-        assert_eq!(vector, [0.6, -0.8]);
-        let mut zero = [0.0, 0.0];
-        normalise(&mut zero);
-        assert_eq!(zero, [0.0, 0.0]);
     }
 }

@@ -6,6 +6,7 @@
 pub mod causes;
 pub mod lock;
 pub mod pidfd;
+pub mod vector;
 
 use std::{
     fmt,
