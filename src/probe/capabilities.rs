@@ -11,8 +11,7 @@ use super::{
     processes::ProcessMemory,
     psi::{PsiRung, PsiWatch},
     source::{lines, read_optional},
-    swap,
-    vmstat::Vmstat,
+    swap, vmstat,
 };
 use cotenant_units::Bytes;
 
@@ -235,7 +234,7 @@ impl Capabilities {
     }
 
     fn vmstat(&mut self, root: &ProbeRoot) {
-        let stat = Vmstat::read(root).unwrap_or_default();
+        let stat = vmstat::read(root).unwrap_or_default();
         let counters = [
             ("refaults", stat.refaults_file),
             ("direct scans", stat.pgscan_direct),

@@ -19,7 +19,7 @@ use super::{
     session::SessionReader,
     source::{Source, number},
     swap::ZramStore,
-    vmstat::Vmstat,
+    vmstat,
 };
 use cotenant_policy::{
     params::MachineMemory,
@@ -37,7 +37,7 @@ pub struct Reading {
     /// Memory left in the enclosing control groups, if one has a limit.
     pub group: Option<GroupRoom>,
     /// Reclaim counters.
-    pub vmstat: Option<Vmstat>,
+    pub vmstat: Option<KernelCounters>,
     /// Stall information.
     pub pressure: Option<Pressure>,
     /// The page pool of nvmap.
@@ -64,7 +64,6 @@ impl Reading {
 
     /// Converts it to a sample for policy.
     pub fn sample(&self, taken_at: Timestamp) -> Sample {
-        let stat = self.vmstat.unwrap_or_default();
         Sample {
             taken_at,
             memory: MemoryReading {
@@ -91,14 +90,7 @@ impl Reading {
                     .and_then(|pressure| pressure.full)
                     .map(|full| full.total_us),
             },
-            counters: KernelCounters {
-                refaults_file: stat.refaults_file,
-                pgscan_direct: stat.pgscan_direct,
-                allocstalls: stat.allocstalls,
-                swap_ins: stat.swap_ins,
-                oom_kills: stat.oom_kills,
-                cma_failures: stat.cma_failures,
-            },
+            counters: self.vmstat.unwrap_or_default(),
             own_used: None,
             stall_watch: None,
         }
@@ -280,7 +272,7 @@ impl Sampler {
             gpu_orphaned: self.orphans.read(Instant::now()),
             zram_store,
             free_blocks: text(&mut self.buddyinfo).and_then(FreeBlocks::parse),
-            vmstat: text(&mut self.vmstat).map(Vmstat::parse),
+            vmstat: text(&mut self.vmstat).map(vmstat::parse),
             pressure: text(&mut self.pressure).and_then(|text| Pressure::parse(text).ok()),
             pool: pages(&mut self.pool_available).map(|available_pages| PagePool {
                 available_pages,

@@ -4,63 +4,43 @@ use super::{
     ProbeError, ProbeRoot,
     source::{lines, number, read_bytes},
 };
+use cotenant_policy::pressure::KernelCounters;
 
-/// Counters since boot; each may be missing on a kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Vmstat {
-    /// `workingset_refault_file`, or `workingset_refault` before Linux 5.9: pages read again soon after their eviction.
-    /// The earliest sign of thrashing.
-    pub refaults_file: Option<u64>,
-    /// `pgscan_direct`: pages scanned in direct reclaim by an allocating process.
-    pub pgscan_direct: Option<u64>,
-    /// Sum of `allocstall_*` over all zones: number of direct reclaims.
-    pub allocstalls: Option<u64>,
-    /// `pswpin`, pages.
-    pub swap_ins: Option<u64>,
-    /// `oom_kill`: processes killed by the kernel because memory was exhausted.
-    pub oom_kills: Option<u64>,
-    /// `cma_alloc_fail`, since Linux 5.13: failed contiguous allocations.
-    pub cma_failures: Option<u64>,
+/// Reads `/proc/vmstat`.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn read(root: &ProbeRoot) -> Result<KernelCounters, ProbeError> {
+    let path = root.proc("vmstat");
+    let text = read_bytes(&path).map_err(|error| ProbeError::io("counters", &path, error))?;
+    Ok(parse(&text))
 }
 
-impl Vmstat {
-    /// Reads `/proc/vmstat`.
-    ///
-    /// # Errors
-    /// If the file cannot be read.
-    pub fn read(root: &ProbeRoot) -> Result<Self, ProbeError> {
-        let path = root.proc("vmstat");
-        let text = read_bytes(&path).map_err(|error| ProbeError::io("counters", &path, error))?;
-        Ok(Self::parse(&text))
-    }
-
-    /// Parses the text of `/proc/vmstat`; other lines are skipped.
-    pub fn parse(text: &[u8]) -> Self {
-        let mut stat = Self::default();
-        for (_, line) in lines(text) {
-            let Some(blank) = line.iter().position(|b| *b == b' ') else {
-                continue;
-            };
-            let (key, value) = line.split_at(blank);
-            let slot = match key {
-                b"workingset_refault_file" | b"workingset_refault" => &mut stat.refaults_file,
-                b"pgscan_direct" => &mut stat.pgscan_direct,
-                b"pswpin" => &mut stat.swap_ins,
-                b"oom_kill" => &mut stat.oom_kills,
-                b"cma_alloc_fail" => &mut stat.cma_failures,
-                _ if key.starts_with(b"allocstall") => {
-                    if let Some(count) = number(value.trim_ascii()) {
-                        stat.allocstalls =
-                            Some(stat.allocstalls.unwrap_or(0).saturating_add(count));
-                    }
-                    continue;
+/// Parses the text of `/proc/vmstat`; other lines are skipped.
+pub fn parse(text: &[u8]) -> KernelCounters {
+    let mut stat = KernelCounters::default();
+    for (_, line) in lines(text) {
+        let Some(blank) = line.iter().position(|b| *b == b' ') else {
+            continue;
+        };
+        let (key, value) = line.split_at(blank);
+        let slot = match key {
+            b"workingset_refault_file" | b"workingset_refault" => &mut stat.refaults_file,
+            b"pgscan_direct" => &mut stat.pgscan_direct,
+            b"pswpin" => &mut stat.swap_ins,
+            b"oom_kill" => &mut stat.oom_kills,
+            b"cma_alloc_fail" => &mut stat.cma_failures,
+            _ if key.starts_with(b"allocstall") => {
+                if let Some(count) = number(value.trim_ascii()) {
+                    stat.allocstalls = Some(stat.allocstalls.unwrap_or(0).saturating_add(count));
                 }
-                _ => continue,
-            };
-            *slot = number(value.trim_ascii());
-        }
-        stat
+                continue;
+            }
+            _ => continue,
+        };
+        *slot = number(value.trim_ascii());
     }
+    stat
 }
 
 #[cfg(test)]
@@ -71,7 +51,7 @@ mod tests {
 
     #[test]
     fn counters_of_5_15_are_split_and_stalls_are_summed_over_zones() {
-        let stat = Vmstat::parse(include_bytes!(
+        let stat = parse(include_bytes!(
             "../../tests/fixtures/jetson/vmstat/vmstat_selected_5.15_thrash.RECONSTRUCTED.txt"
         ));
         assert_eq!(stat.refaults_file, Some(64_000_000_000));
@@ -83,8 +63,7 @@ mod tests {
 
     #[test]
     fn an_older_kernel_has_one_refault_counter() {
-        let stat =
-            Vmstat::parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
+        let stat = parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
         assert_eq!(stat.refaults_file, Some(17));
         assert_eq!(stat.pgscan_direct, None);
         assert_eq!(stat.allocstalls, Some(5));
@@ -93,12 +72,12 @@ mod tests {
     proptest! {
         #[test]
         fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = Vmstat::parse(&bytes);
+            let _ = parse(&bytes);
         }
 
         #[test]
         fn stalls_do_not_overflow(a in any::<u64>(), b in any::<u64>()) {
-            let _ = Vmstat::parse(format!("allocstall_dma {a}\nallocstall_normal {b}\n").as_bytes());
+            let _ = parse(format!("allocstall_dma {a}\nallocstall_normal {b}\n").as_bytes());
         }
     }
 }

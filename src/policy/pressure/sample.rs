@@ -127,20 +127,21 @@ pub struct StallReading {
     pub psi_full_total_us: Option<u64>,
 }
 
-/// Cumulative event counters of the kernel.
+/// Cumulative event counters of the kernel; each may be missing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelCounters {
-    /// `workingset_refault_file` so far, pages.
+    /// `workingset_refault_file` so far, or `workingset_refault` before Linux 5.9: pages read again soon after their
+    /// eviction. The earliest sign of thrashing.
     pub refaults_file: Option<u64>,
-    /// `pgscan_direct` so far, pages.
+    /// `pgscan_direct` so far: pages scanned in direct reclaim by an allocating process.
     pub pgscan_direct: Option<u64>,
-    /// Sum of `allocstall_*` so far.
+    /// Sum of `allocstall_*` over all zones so far: number of direct reclaims.
     pub allocstalls: Option<u64>,
     /// `pswpin` so far, pages.
     pub swap_ins: Option<u64>,
-    /// `oom_kill` so far.
+    /// `oom_kill` so far: processes killed by the kernel because memory was exhausted.
     pub oom_kills: Option<u64>,
-    /// `cma_alloc_fail` so far: failed CMA allocations of cameras and displays.
+    /// `cma_alloc_fail` so far, since Linux 5.13: failed CMA allocations of cameras and displays.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cma_failures: Option<u64>,
 }

@@ -16,8 +16,7 @@ use cotenant::{
         meminfo::Meminfo,
         nvmap::{Clients, Nvmap, PagePool},
         psi::Pressure,
-        swap,
-        vmstat::Vmstat,
+        swap, vmstat,
     },
     units::Bytes,
 };
@@ -50,7 +49,7 @@ const PARSERS: [Parser; 27] = [
         "not read: a diagnosis by hand",
         handles,
     ),
-    ("vmstat/vmstat_", "vmstat::Vmstat", vmstat),
+    ("vmstat/vmstat_", "vmstat::parse", vmstat),
     ("vmstat/buddyinfo_", "buddyinfo::FreeBlocks", buddyinfo),
     ("pressure/", "psi::Pressure", pressure),
     ("zram/proc_swaps_", "swap::parse", swaps),
@@ -348,7 +347,7 @@ fn handles(capture: &Capture) {
 }
 
 fn vmstat(capture: &Capture) {
-    let stat = Vmstat::parse(&capture.bytes);
+    let stat = vmstat::parse(&capture.bytes);
     // 0 + 0 + 120331 + 402118
     assert_eq!(stat.allocstalls, Some(522_449));
     assert_eq!((stat.swap_ins, stat.oom_kills), (Some(4_402_118), Some(3)));
