@@ -409,13 +409,8 @@ mod tests {
                 .unwrap();
             let used = small_model().plan_bytes(&in_force);
             let event = Event::EngineApplied(EngineApplied {
-                revision,
-                in_force,
                 freed: mib(1),
-                used,
-                untouched: Bytes::ZERO,
-                untouched_given: Bytes::ZERO,
-                took: Duration::from_millis(5),
+                ..EngineApplied::new(revision, in_force, used, Duration::from_millis(5))
             });
             self.after(Duration::from_millis(10), event);
         }

@@ -36,7 +36,7 @@ use cotenant_policy::{
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_threads::{NotDone, blocking};
-use cotenant_units::{Bytes, Timestamp, Tokens, causes::in_one_line, lock::locked, micros, millis};
+use cotenant_units::{Timestamp, Tokens, causes::in_one_line, lock::locked, micros, millis};
 
 /// Bound of the queue of engine events to the loop.
 const ENGINE_EVENTS: usize = 256;
@@ -587,14 +587,10 @@ async fn forward(
                     continue;
                 };
                 last = asked.revision;
+                let took = control.clock().now().saturating_since(asked.at);
                 Event::EngineApplied(EngineApplied {
-                    revision: asked.revision,
-                    in_force: Arc::unwrap_or_clone(plan),
-                    freed: Bytes::ZERO,
-                    used: breakdown.total,
                     untouched: breakdown.kv_untouched,
-                    untouched_given: Bytes::ZERO,
-                    took: control.clock().now().saturating_since(asked.at),
+                    ..EngineApplied::new(last, Arc::unwrap_or_clone(plan), breakdown.total, took)
                 })
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
@@ -622,14 +618,10 @@ async fn forward(
                 message,
             } => {
                 tracing::warn!("the engine holds less than requested: {message}");
+                let plan = Arc::unwrap_or_clone(plan);
                 Event::EngineApplied(EngineApplied {
-                    revision: last,
-                    freed: Bytes::ZERO,
-                    used: breakdown.total,
                     untouched: breakdown.kv_untouched,
-                    untouched_given: Bytes::ZERO,
-                    in_force: Arc::unwrap_or_clone(plan),
-                    took: Duration::ZERO,
+                    ..EngineApplied::new(last, plan, breakdown.total, Duration::ZERO)
                 })
             }
             EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {

@@ -409,13 +409,8 @@ mod tests {
                 asked.unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
             let used = small_model().plan_bytes(&in_force);
             self.tell(Event::EngineApplied(EngineApplied {
-                revision,
-                in_force,
                 freed: mib(1),
-                used,
-                untouched: Bytes::ZERO,
-                untouched_given: Bytes::ZERO,
-                took: Duration::from_millis(5),
+                ..EngineApplied::new(revision, in_force, used, Duration::from_millis(5))
             }));
         }
 

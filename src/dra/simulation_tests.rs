@@ -144,13 +144,8 @@ impl Board {
             let before = before.map_or(Bytes::ZERO, |before| shape.plan_bytes(&before));
             let used = shape.plan_bytes(&plan);
             self.event(Event::EngineApplied(EngineApplied {
-                revision,
-                in_force: plan,
                 freed: before.saturating_sub(used),
-                used,
-                untouched: Bytes::ZERO,
-                untouched_given: Bytes::ZERO,
-                took,
+                ..EngineApplied::new(revision, plan, used, took)
             }));
         }
     }

@@ -304,6 +304,21 @@ pub struct EngineApplied {
     pub took: Duration,
 }
 
+impl EngineApplied {
+    /// A plan whose memory is touched, and that freed none.
+    pub const fn new(revision: u64, in_force: EnginePlan, used: Bytes, took: Duration) -> Self {
+        Self {
+            revision,
+            in_force,
+            freed: Bytes::ZERO,
+            used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
+            took,
+        }
+    }
+}
+
 /// The variant requested for a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerResize {

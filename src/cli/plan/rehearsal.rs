@@ -341,13 +341,8 @@ impl Stage {
             .insert(ENGINE_TENANT.to_owned(), used)
             .unwrap_or_default();
         self.events.push_back(Event::EngineApplied(EngineApplied {
-            revision,
-            in_force: plan,
             freed: before.saturating_sub(used),
-            used,
-            untouched: Bytes::ZERO,
-            untouched_given: Bytes::ZERO,
-            took: APPLYING,
+            ..EngineApplied::new(revision, plan, used, APPLYING)
         }));
     }
 }

@@ -27,6 +27,7 @@ use cotenant_policy::{
     residency::PlanLimits,
     speed::Calibration,
 };
+use cotenant_units::Bytes;
 
 async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
     match inbox.recv().await.unwrap().event {

@@ -164,15 +164,7 @@ mod tests {
         revision: u64,
         plan: &EnginePlan,
     ) -> Result<Confirmed, StrayPlan> {
-        let applied = EngineApplied {
-            revision,
-            in_force: plan.clone(),
-            freed: Bytes::ZERO,
-            used: Bytes::ZERO,
-            untouched: Bytes::ZERO,
-            untouched_given: Bytes::ZERO,
-            took: Duration::ZERO,
-        };
+        let applied = EngineApplied::new(revision, plan.clone(), Bytes::ZERO, Duration::ZERO);
         engine.confirm(&applied, Timestamp::from_millis(1))
     }
 

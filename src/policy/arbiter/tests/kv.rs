@@ -451,13 +451,8 @@ fn what_an_engine_holds_and_has_not_touched_is_neither_used_nor_a_peak() {
     rig.sample(0);
     let (revision, in_force) = rig.plan_asked().unwrap();
     rig.wait(10).tell(Event::EngineApplied(EngineApplied {
-        revision,
-        in_force,
-        freed: Bytes::ZERO,
-        used: mib(132),
         untouched: mib(30),
-        untouched_given: Bytes::ZERO,
-        took: Duration::from_millis(3),
+        ..EngineApplied::new(revision, in_force, mib(132), ms(3))
     }));
     rig.wait(1).measure("llm", 132);
     let snapshot = rig.snapshot();

@@ -451,13 +451,8 @@ impl Rig {
         used: Bytes,
     ) {
         self.tell(Event::EngineApplied(EngineApplied {
-            revision,
-            in_force,
             freed,
-            used,
-            untouched: Bytes::ZERO,
-            untouched_given: Bytes::ZERO,
-            took: ms(5),
+            ..EngineApplied::new(revision, in_force, used, ms(5))
         }));
     }
 
