@@ -3,11 +3,11 @@
 use std::{net::SocketAddr, path::Path, time::Duration};
 
 use super::{
-    GrpcConfig, GrpcLimits, RolesConfig, TcpConfig,
+    GrpcConfig, GrpcLimits, TcpConfig,
     checker::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
     raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, RawTcp, Text},
 };
-use cotenant_policy::roles::{Bounds, Ids, Role};
+use cotenant_policy::roles::{Bounds, Ids, Members, Role};
 use cotenant_units::Bytes;
 
 pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
@@ -101,12 +101,12 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
 
 const TCP_HINT: &str = "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
 
-fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
+fn roles(checker: &mut Checker, raw: &RawRoles) -> Members {
     let mut ids = |role: &str, raw: &RawIds| Ids {
         uids: numbers(checker, &format!("grpc.roles.{role}.uids"), &raw.uids),
         gids: numbers(checker, &format!("grpc.roles.{role}.gids"), &raw.gids),
     };
-    RolesConfig {
+    Members {
         operators: ids("operators", &raw.operators),
         watchdogs: ids("watchdogs", &raw.watchdogs),
         delegates: ids("delegates", &raw.delegates),

@@ -30,8 +30,8 @@ pub use settings::{
     BudgetConfig, CONVERSATIONS, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits,
     HttpConfig, IdleConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen,
     LlmConfig, LogConfig, LogFormat, Otlp, OtlpConfig, PressureConfig, PressureWatch, Readiness,
-    ReadyConfig, Resource, RolesConfig, SafeProfileConfig, SheddingConfig, SyscallFilter,
-    TcpConfig, TelemetryConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
-    WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
+    ReadyConfig, Resource, SafeProfileConfig, SheddingConfig, SyscallFilter, TcpConfig,
+    TelemetryConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
+    WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -5,10 +5,12 @@
 
 use super::{
     BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig,
-    LeaseConfig, LlmConfig, LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig,
-    TelemetryConfig, Watermarks, WorkerConfig, WyomingConfig,
+    LeaseConfig, LlmConfig, LogConfig, SafeProfileConfig, SheddingConfig, TelemetryConfig,
+    Watermarks, WorkerConfig, WyomingConfig,
 };
-use cotenant_policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
+use cotenant_policy::{
+    compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines, roles::Members,
+};
 
 /// Returns the settings of `running` updated with those of `file` that apply without a restart, and the keys that
 /// differ.
@@ -200,7 +202,7 @@ impl Merge {
     fn grpc(&mut self, old: &GrpcConfig, new: &GrpcConfig) -> GrpcConfig {
         merged!(self, "grpc.", old, new, GrpcConfig {
             fixed: socket, abstract_name, tcp;
-            @ roles = merged!(self, "grpc.roles.", old.roles, new.roles, RolesConfig {
+            @ roles = merged!(self, "grpc.roles.", old.roles, new.roles, Members {
                     fixed: operators, watchdogs, delegates, tenants, viewers, others;
                 }),
                 limits = merged!(self, "grpc.limits.", old.limits, new.limits, GrpcLimits {

@@ -13,7 +13,7 @@ use cotenant_policy::{
     kv_type::KvType,
     lease::Class,
     params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
-    roles::{Bounds, Ids, Role},
+    roles::{Bounds, Members, Role},
 };
 use cotenant_units::{Bytes, Layers, Tokens, fnv1a};
 
@@ -531,7 +531,7 @@ pub struct GrpcConfig {
     /// TLS listener for other machines. Default none.
     pub tcp: Option<TcpConfig>,
     /// Roles by user and group. Root and the daemon's own user are always operators.
-    pub roles: RolesConfig,
+    pub roles: Members,
     /// Limits per peer.
     pub limits: GrpcLimits,
 }
@@ -549,24 +549,6 @@ pub struct TcpConfig {
     pub client_ca: PathBuf,
     /// Role of every client with such a certificate: operator, viewer or watchdog. Default viewer.
     pub role: Role,
-}
-
-/// Roles over gRPC. The first of operator, watchdog, delegate, tenant and viewer applies.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RolesConfig {
-    /// All operations.
-    pub operators: Ids,
-    /// Read; shed; drain and recycle workers.
-    pub watchdogs: Ids,
-    /// As tenants; hold leases of control groups, over the path socket only.
-    pub delegates: Ids,
-    /// Read; hold leases; generate.
-    pub tenants: Ids,
-    /// Read.
-    pub viewers: Ids,
-    /// Role of all other users: tenant, viewer, or none. Default none: the abstract socket has no file mode, so every
-    /// local user can connect.
-    pub others: Option<Role>,
 }
 
 /// Limits per peer of the gRPC server.

@@ -16,7 +16,7 @@ use super::{
     parts::Parts,
     wyoming,
 };
-use cotenant_config::{Config, GrpcLimits, RolesConfig, TcpConfig};
+use cotenant_config::{Config, GrpcLimits, TcpConfig};
 use cotenant_conversation::{refusal::Refusal, refusals::not_configured};
 use cotenant_http::{self as http, Access, backend::Backends};
 use cotenant_policy::{
@@ -30,7 +30,7 @@ use cotenant_rpc::{
     llm::{GenerateEvent, GenerateRequest, Generator},
     peer::Process,
     remote::Remote,
-    roles::Roles,
+    roles::{Members, Roles},
     server::{self, Server, Sockets},
     supervisor::Supervisor,
 };
@@ -325,18 +325,13 @@ fn remote_of<'a>(
     Remote::on(listener, &certificates, tcp.role).map_err(|source| RunError::Remote { source })
 }
 
-fn roles_of(config: &RolesConfig) -> Roles {
+fn roles_of(members: &Members) -> Roles {
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
-    roles.operators.clone_from(&config.operators);
-    roles.watchdogs.clone_from(&config.watchdogs);
-    roles.delegates.clone_from(&config.delegates);
-    roles.tenants.clone_from(&config.tenants);
-    roles.viewers.clone_from(&config.viewers);
-    roles.others = config.others;
+    roles.members.clone_from(members);
     // Members of the daemon's group may connect; an administrator chooses them.
     let own = nix::unistd::getegid().as_raw();
-    if own != 0 && config.others.is_none() {
-        roles.viewers.gids.push(own);
+    if own != 0 && members.others.is_none() {
+        roles.members.viewers.gids.push(own);
     }
     roles
 }

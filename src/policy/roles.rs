@@ -29,6 +29,24 @@ pub struct Ids {
     pub gids: Vec<u32>,
 }
 
+/// Members of the roles over gRPC. The first of operator, watchdog, delegate, tenant and viewer applies.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Members {
+    /// All operations.
+    pub operators: Ids,
+    /// Read; shed; drain and recycle workers.
+    pub watchdogs: Ids,
+    /// As tenants; hold leases of control groups, over the path socket only.
+    pub delegates: Ids,
+    /// Read; hold leases; generate.
+    pub tenants: Ids,
+    /// Read.
+    pub viewers: Ids,
+    /// Role of all other users: tenant, viewer, or none. Default none: the abstract socket has no file mode, so every
+    /// local user can connect.
+    pub others: Option<Role>,
+}
+
 /// Limits on the number of open objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::peer::PeerInfo;
-pub use cotenant_policy::roles::{Ids, Role};
+pub use cotenant_policy::roles::{Ids, Members, Role};
 
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,22 +73,11 @@ fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
             .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
 }
 
-/// Assignment of roles. The first of operator, watchdog, delegate, tenant, viewer applies.
+/// Roles of peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roles {
-    /// Operators, besides root and the daemon's own user.
-    pub operators: Ids,
-    /// Watchdogs.
-    pub watchdogs: Ids,
-    /// Delegates.
-    pub delegates: Ids,
-    /// Tenants.
-    pub tenants: Ids,
-    /// Viewers.
-    pub viewers: Ids,
-    /// Role of all other users. `None` by default: an abstract socket has no file mode, so that every local user can
-    /// connect.
-    pub others: Option<Role>,
+    /// Their members; root and the daemon's own user are operators too.
+    pub members: Members,
     own_uid: u32,
 }
 
@@ -96,30 +85,25 @@ impl Roles {
     /// Only root and `own_uid` have a role: operator.
     pub fn new(own_uid: u32) -> Self {
         Self {
-            operators: Ids::default(),
-            watchdogs: Ids::default(),
-            delegates: Ids::default(),
-            tenants: Ids::default(),
-            viewers: Ids::default(),
-            others: None,
+            members: Members::default(),
             own_uid,
         }
     }
 
     /// The role of a peer.
     pub fn role_of(&self, peer: &PeerInfo) -> Option<Role> {
-        if peer.uid == 0 || peer.uid == self.own_uid || is_among(&self.operators, peer) {
+        if peer.uid == 0 || peer.uid == self.own_uid || is_among(&self.members.operators, peer) {
             Some(Role::Operator)
-        } else if is_among(&self.watchdogs, peer) {
+        } else if is_among(&self.members.watchdogs, peer) {
             Some(Role::Watchdog)
-        } else if is_among(&self.delegates, peer) {
+        } else if is_among(&self.members.delegates, peer) {
             Some(Role::Delegate)
-        } else if is_among(&self.tenants, peer) {
+        } else if is_among(&self.members.tenants, peer) {
             Some(Role::Tenant)
-        } else if is_among(&self.viewers, peer) {
+        } else if is_among(&self.members.viewers, peer) {
             Some(Role::Viewer)
         } else {
-            self.others
+            self.members.others
         }
     }
 }
@@ -148,21 +132,21 @@ mod tests {
     #[test]
     fn a_supplementary_group_gives_its_role_and_the_stronger_role_counts() {
         let mut roles = Roles::new(1000);
-        roles.tenants.gids.push(44);
-        roles.viewers.uids.push(1001);
+        roles.members.tenants.gids.push(44);
+        roles.members.viewers.uids.push(1001);
         assert_eq!(roles.role_of(&peer(1001, 1001, &[])), Some(Role::Viewer));
         assert_eq!(
             roles.role_of(&peer(1001, 1001, &[7, 44])),
             Some(Role::Tenant)
         );
-        roles.others = Some(Role::Viewer);
+        roles.members.others = Some(Role::Viewer);
         assert_eq!(roles.role_of(&peer(5, 5, &[])), Some(Role::Viewer));
     }
 
     #[test]
     fn a_delegate_does_what_a_tenant_does_and_a_tenant_holds_no_control_group() {
         let mut roles = Roles::new(1000);
-        (roles.delegates.uids, roles.tenants.uids) = (vec![1001], vec![1001]);
+        (roles.members.delegates.uids, roles.members.tenants.uids) = (vec![1001], vec![1001]);
         let role = roles.role_of(&peer(1001, 1001, &[]));
         assert_eq!(role, Some(Role::Delegate));
         for permission in [Permission::Observe, Permission::Lease, Permission::Generate] {

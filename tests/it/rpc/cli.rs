@@ -276,7 +276,7 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         (Some(Role::Operator), 0, 0, 0),
     ] {
         let mut roles = Roles::new(0);
-        roles.others = others;
+        roles.members.others = others;
         let daemon = Daemon::start_with(Settings {
             roles,
             ..Settings::default()

@@ -21,10 +21,10 @@ const DELEGATE: u32 = 61_006;
 
 fn roles() -> Roles {
     let mut roles = Roles::new(nix::unistd::getuid().as_raw());
-    roles.tenants.uids = vec![TENANT, NEIGHBOUR];
-    roles.viewers.uids = vec![VIEWER];
-    roles.watchdogs.uids = vec![WATCHDOG];
-    roles.delegates.uids = vec![DELEGATE];
+    roles.members.tenants.uids = vec![TENANT, NEIGHBOUR];
+    roles.members.viewers.uids = vec![VIEWER];
+    roles.members.watchdogs.uids = vec![WATCHDOG];
+    roles.members.delegates.uids = vec![DELEGATE];
     roles
 }
 
@@ -101,7 +101,7 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
     // A right for all users includes unmanaged processes.
     daemon.end().await;
     let mut roles = roles();
-    roles.others = Some(Role::Viewer);
+    roles.members.others = Some(Role::Viewer);
     let daemon = Daemon::start_with(Settings {
         roles,
         ..Settings::default()
