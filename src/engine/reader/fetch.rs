@@ -11,11 +11,11 @@ use std::{
 use super::{
     file::{Extent, Source},
     progress::ReadProgress,
-    stream::{Missing, PATIENCE_STEP},
+    stream::{Missing, wait_step},
 };
 use crate::{arena::SharedMapping, disk::DiskTimeout, error::ReadError};
 use cotenant_memory::emergency;
-use cotenant_units::lock::{locked, waited, waited_for};
+use cotenant_units::lock::{locked, waited};
 
 /// Threads that read extents into memory in the order of the requests.
 pub struct Fetcher {
@@ -130,25 +130,17 @@ impl Fetcher {
         limit: DiskTimeout,
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<T, Missing> {
-        let started = Instant::now();
-        let mut state = locked(&self.shared.state);
+        let (shared, started) = (&*self.shared, Instant::now());
+        let mut state = locked(&shared.state);
         loop {
             if let Some(result) = is_over(&mut state) {
                 return Ok(result);
             }
             // A slow disk that delivers data is responding.
-            let idle = started.elapsed().min(self.shared.progress.idle());
+            let idle = started.elapsed().min(shared.progress.idle());
             let left = limit.left(idle, &"experts".into());
             let left = left.map_err(Missing::Stalled)?;
-            let timed_out;
-            (state, timed_out) = waited_for(&self.shared.ended, state, PATIENCE_STEP.min(left));
-            if timed_out {
-                drop(state);
-                if !patience() {
-                    return Err(Missing::Stopped);
-                }
-                state = locked(&self.shared.state);
-            }
+            state = wait_step(&shared.ended, (&shared.state, state), left, patience)?;
         }
     }
 }

@@ -9,11 +9,11 @@ use std::{
 
 use super::{
     file::{Extent, Source},
-    stream::{Missing, PATIENCE_STEP},
+    stream::{Missing, wait_step},
 };
 use crate::{disk::DiskTimeout, error::ReadError};
 use cotenant_memory::emergency;
-use cotenant_units::lock::{locked, waited, waited_for};
+use cotenant_units::lock::{locked, waited};
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
 pub struct RowReader {
@@ -97,8 +97,8 @@ impl RowReader {
         limit: DiskTimeout,
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<u8>, Missing> {
-        let started = Instant::now();
-        let mut state = locked(&self.shared.state);
+        let (shared, started) = (&*self.shared, Instant::now());
+        let mut state = locked(&shared.state);
         loop {
             if let Some(answer) = state.answer.take() {
                 return answer.map_err(Missing::Failed);
@@ -111,15 +111,7 @@ impl RowReader {
                     return Err(Missing::Stalled(stalled));
                 }
             };
-            let timed_out;
-            (state, timed_out) = waited_for(&self.shared.answered, state, PATIENCE_STEP.min(left));
-            if timed_out {
-                drop(state);
-                if !patience() {
-                    return Err(Missing::Stopped);
-                }
-                state = locked(&self.shared.state);
-            }
+            state = wait_step(&shared.answered, (&shared.state, state), left, patience)?;
         }
     }
 }

@@ -52,6 +52,21 @@ pub enum Missing {
     Stopped,
 }
 
+/// Waits a step, of up to `left`, for `changed`; after one in vain, `patience` decides whether to keep waiting.
+pub(super) fn wait_step<'state, T>(
+    changed: &Condvar,
+    (mutex, state): (&'state Mutex<T>, MutexGuard<'state, T>),
+    left: Duration,
+    patience: &mut dyn FnMut() -> bool,
+) -> Result<MutexGuard<'state, T>, Missing> {
+    let (state, timed_out) = waited_for(changed, state, PATIENCE_STEP.min(left));
+    if !timed_out {
+        return Ok(state);
+    }
+    drop(state);
+    patience().then(|| locked(mutex)).ok_or(Missing::Stopped)
+}
+
 struct Shared {
     state: Mutex<State>,
     progress: ReadProgress,
@@ -224,12 +239,12 @@ impl Stream {
         most: usize,
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<View>, Missing> {
-        let started = Instant::now();
-        let mut state = locked(&self.shared.state);
+        let (shared, started) = (&*self.shared, Instant::now());
+        let mut state = locked(&shared.state);
         let mut again = true;
         loop {
             if state.skip_to(first) {
-                self.shared.room.notify_all();
+                shared.room.notify_all();
             }
             if let Some(slot) = state.slots.get(state.lent)
                 && slot.index == first
@@ -242,7 +257,7 @@ impl Stream {
                 if state.reading == 0 {
                     again = false;
                     state.begin(first);
-                    self.shared.room.notify_all();
+                    shared.room.notify_all();
                 }
             }
             let ready: Vec<View> = state.ready_from(first, &self.ring).take(most).collect();
@@ -251,20 +266,12 @@ impl Stream {
                 return Ok(ready);
             }
             // A slow disk that delivers data is responding.
-            let idle = started.elapsed().min(self.shared.progress.idle());
+            let idle = started.elapsed().min(shared.progress.idle());
             let left = self
                 .limit
                 .left(idle, &state.what(first))
                 .map_err(Missing::Stalled)?;
-            let timed_out;
-            (state, timed_out) = waited_for(&self.shared.filled, state, PATIENCE_STEP.min(left));
-            if timed_out {
-                drop(state);
-                if !patience() {
-                    return Err(Missing::Stopped);
-                }
-                state = locked(&self.shared.state);
-            }
+            state = wait_step(&shared.filled, (&shared.state, state), left, patience)?;
         }
     }
 
