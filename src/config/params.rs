@@ -7,7 +7,7 @@ use cotenant_policy::params::{
     EngineParams, LeaseParams, MachineMemory, ParamFault, Params, PressureParams, RestParams,
     ShedParams, StartParams, WorkerParams,
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, fnv1a};
 
 impl Config {
     /// Returns the settings of policy for a `machine`. Its whole memory is the budget unless `budget.total` is set.
@@ -220,22 +220,13 @@ fn worker(
 fn model(config: &WorkerConfig) -> String {
     let words = config.argv.iter();
     let words = words.chain(config.env.iter().flat_map(|(name, value)| [name, value]));
-    let mut hash = FNV_OFFSET;
-    for word in words {
-        for byte in word.bytes().chain([0]) {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME);
-        }
-    }
+    let hash = fnv1a(words.flat_map(|word| word.bytes().chain([0])));
     format!("{hash:016x}")
 }
 
 /// Divisor of the budget that bounds the initial reservation of a worker with learned sizes (our choice: a recogniser,
 /// a voice and an LLM).
 const AUTO_SHARE: u64 = 3;
-
-/// 64-bit FNV-1a: the same in every version of this program.
-const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
-const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 /// Time that policy allows a worker beyond `ready.timeout`. Our choice: longer than threads wait on a busy machine.
 /// Normally the worker's own supervision ends the wait, with the error of the last attempt; the arbiter's deadline is

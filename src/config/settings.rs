@@ -59,7 +59,7 @@ impl Config {
     /// Returns a hash of the settings: the same on every machine, for one version of this program. Comments, the order
     /// of keys and explicit defaults do not change it.
     pub fn hash(&self) -> String {
-        format!("{:016x}", fnv1a(&format!("{self:?}")))
+        format!("{:016x}", fnv1a(format!("{self:?}").into_bytes()))
     }
 }
 

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::own::open_own;
 use cotenant_policy::book::Book;
+use cotenant_units::fnv1a;
 
 /// Contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,13 +194,8 @@ const fn place_of(sequence: u64) -> u64 {
 /// Returns the FNV-1a hash of the sequence and the text. It detects an interrupted write; it does not protect against
 /// forgery, since a process that can write the file can also write a valid one.
 fn checksum(sequence: u64, body: &[u8]) -> u64 {
-    let bytes = sequence
-        .to_le_bytes()
-        .into_iter()
-        .chain(body.iter().copied());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    let sequence = sequence.to_le_bytes();
+    fnv1a(sequence.iter().chain(body).copied())
 }
 
 /// `cotbook1` as bytes.

@@ -379,13 +379,14 @@ fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Resu
     }
 }
 
-/// Returns the 64-bit FNV-1a hash of a text (draft-eastlake-fnv): the same on every machine; not cryptographic.
+/// Returns the 64-bit FNV-1a hash of bytes (draft-eastlake-fnv): the same on every machine; not cryptographic.
 ///
 /// ```
-/// assert_eq!(cotenant_units::fnv1a("foobar"), 0x8594_4171_f739_67e8);
+/// assert_eq!(cotenant_units::fnv1a(*b"foobar"), 0x8594_4171_f739_67e8);
 /// ```
-pub fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+pub fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
+    let bytes = bytes.into_iter();
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })
 }

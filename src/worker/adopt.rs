@@ -207,7 +207,7 @@ fn user_id(user: &str) -> Option<u32> {
 /// Returns a hash that is the same for equal specifications, within one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
     // Collisions are no attack: they help only a process that could change the configuration anyway.
-    let hash = fnv1a(&format!("{spec:?}"));
+    let hash = fnv1a(format!("{spec:?}").into_bytes());
     format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
 }
 
