@@ -425,12 +425,7 @@ impl Run {
         }
         // An answer without words, such as a picture, has a start and a stop: clients wait for the end of the audio.
         if done_aloud && spoken.format.is_none() {
-            self.start_audio(
-                AudioFormat::mono_16_bit(SILENT_RATE_HZ),
-                &mut spoken,
-                &self.reply,
-            )
-            .await?;
+            self.start_audio(SILENT, &mut spoken, &self.reply).await?;
         }
         if spoken.format.is_some() {
             self.reply
@@ -621,12 +616,7 @@ impl Run {
         }
         // A text without words has a start and a stop.
         if spoken.format.is_none() {
-            self.start_audio(
-                AudioFormat::mono_16_bit(SILENT_RATE_HZ),
-                &mut spoken,
-                &self.reply,
-            )
-            .await?;
+            self.start_audio(SILENT, &mut spoken, &self.reply).await?;
         }
         self.reply
             .send(Event::AudioStop(AudioStop::default()))
@@ -788,5 +778,5 @@ const SENTENCES_AHEAD: usize = 8;
 /// Samples per message: 64 ms at 16 kHz.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// Rate reported for a text without words.
-const SILENT_RATE_HZ: u32 = 16_000;
+/// Format reported for a text without words.
+const SILENT: AudioFormat = AudioFormat::mono_16_bit(16_000);
