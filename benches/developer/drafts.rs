@@ -243,7 +243,13 @@ impl Answering {
         };
         let model = ModelOptions::for_threads(args.threads as usize);
         let engine = Engine::start(options, model, sink).map_err(|error| error.to_string())?;
-        engine.handle().load(&args.model, plan.clone());
+        // Without drafts, a draft block is no part of the model.
+        let inspected = Engine::inspect_with(&args.model, None, args.threads as usize);
+        let inspected = inspected.map_err(|error| error.to_string())?;
+        let parts = inspected.drafting(drafts).shape.layers.len();
+        let mut plan = plan.clone();
+        plan.resident.retain(|part| (*part as usize) < parts);
+        engine.handle().load(&args.model, plan);
         match events.blocking_recv() {
             Some(EngineEvent::Ready { .. }) => Ok(Self {
                 engine,
