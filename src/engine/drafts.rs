@@ -8,12 +8,12 @@
 //! One pass computes the next token and the draft; the sampler accepts drafted tokens as long as they equal its own
 //! choices, so drafting never changes an answer. The draft length follows from the acceptance rate by match length and
 //! from the measured cost of additional tokens in a pass: high when computing is the bottleneck, near zero when layers
-//! are read from disk. The block's acceptance rate is one more beside those of the matches; the source with the highest
-//! rate drafts.
+//! are read from disk. The block has an acceptance rate beside those of the matches, which is kept from answer to answer;
+//! the source with the highest rate drafts.
 
 use std::time::Duration;
 
-/// Measured pass time by number of tokens.
+/// Measured pass time by number of tokens, and the measured cost and success of the draft block.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PassSpeed {
     /// Revision of the plan in force during the measurement.
@@ -24,6 +24,8 @@ pub(super) struct PassSpeed {
     more: Option<f64>,
     /// Cost of a token drafted by the block, relative to `one`.
     block: Option<f64>,
+    /// Acceptance rate of the block, of all answers.
+    right: Option<f64>,
 }
 
 /// Source of the next draft.
@@ -36,11 +38,12 @@ pub(super) enum Draft {
 }
 
 impl PassSpeed {
-    /// Discards measurements of another plan.
+    /// Discards times of another plan.
     pub(super) fn with_plan(&mut self, revision: Option<u64>) {
         if self.revision != revision {
             *self = Self {
                 revision,
+                right: self.right,
                 ..Self::default()
             };
         }
@@ -82,9 +85,9 @@ impl PassSpeed {
 /// Draft state of one answer.
 #[derive(Clone, Debug)]
 pub(super) struct Drafter {
-    /// Acceptance rate by match length, and of the block.
-    right: [f64; MATCH_MAX + 2],
-    /// Index of the pending draft's rate.
+    /// Acceptance rate by match length.
+    right: [f64; MATCH_MAX + 1],
+    /// Match length of the pending draft; [`BLOCK`] if the block drafted it.
     pending: usize,
     /// Passes since the last rejected draft.
     without: u32,
@@ -92,7 +95,7 @@ pub(super) struct Drafter {
 
 impl Default for Drafter {
     fn default() -> Self {
-        let mut right = [RIGHT_SHORT; MATCH_MAX + 2];
+        let mut right = [RIGHT_SHORT; MATCH_MAX + 1];
         for right in right.iter_mut().skip(MATCH_LONG) {
             *right = RIGHT_LONG;
         }
@@ -119,7 +122,10 @@ impl Drafter {
         if most == 0 || self.without.is_multiple_of(ALONE_EVERY) {
             return nothing;
         }
-        let rate = |index: usize| self.right.get(index).copied().unwrap_or(0.0);
+        let rate = |pending: usize| match self.right.get(pending) {
+            Some(right) => *right,
+            None => speed.right.unwrap_or(RIGHT_LONG),
+        };
         let matched = last_match(tokens);
         let by_block = has_block && matched.is_none_or(|(_, length)| rate(BLOCK) >= rate(length));
         let (start, pending) = match matched {
@@ -148,9 +154,10 @@ impl Drafter {
     }
 
     /// Records the outcome of the last draft.
-    pub(super) fn verified(&mut self, accepted: usize, drafted: usize) {
-        let Some(right) = self.right.get_mut(self.pending) else {
-            return;
+    pub(super) fn verified(&mut self, accepted: usize, drafted: usize, speed: &mut PassSpeed) {
+        let right = match self.right.get_mut(self.pending) {
+            Some(right) => right,
+            None => speed.right.get_or_insert(RIGHT_LONG),
         };
         for _ in 0..accepted {
             *right = mean(Some(*right), 1.0);
@@ -218,7 +225,7 @@ const MATCH_MIN: usize = 2;
 const MATCH_LONG: usize = 4;
 /// Longer matches count as one of this length.
 const MATCH_MAX: usize = 8;
-/// Index of the block's acceptance rate.
+/// In place of the length of a match.
 const BLOCK: usize = MATCH_MAX + 1;
 /// Acceptance rates assumed before the first verification, for short matches and for long ones and the block. Our choice; the rates of the
 /// answer replace them.
@@ -295,7 +302,7 @@ mod tests {
             passes += 1;
             drafted += draft.len();
             if !draft.is_empty() {
-                drafter.verified(0, draft.len());
+                drafter.verified(0, draft.len(), &mut PassSpeed::default());
             }
         }
         assert!(drafted < passes / 8, "{drafted} of {passes}");
@@ -313,7 +320,7 @@ mod tests {
     #[test]
     fn the_source_with_the_best_rate_drafts() {
         let long: Vec<u32> = (0..40).map(|number| number % 10).collect();
-        let (mut drafter, fast) = (Drafter::default(), speed(1.0, 1.1));
+        let (mut drafter, mut fast) = (Drafter::default(), speed(1.0, 1.1));
         // Without a match, only the block can.
         assert!(matches!(
             drafter.draft(&[1, 2, 3], 7, fast, true),
@@ -328,7 +335,7 @@ mod tests {
                 drafter.draft(&[1, 2, 3], 7, fast, true),
                 Draft::Block(_)
             ));
-            drafter.verified(0, 1);
+            drafter.verified(0, 1, &mut fast);
         }
         assert!(matches!(
             drafter.draft(&long, 7, fast, true),
@@ -340,6 +347,11 @@ mod tests {
         // Now and then a pass is measured without a draft, and a draft is tried.
         let asked = [(); 2].map(|()| drafter.draft(&[1, 2, 3], 7, fast, true));
         assert_eq!(asked, [Draft::Earlier(Vec::new()), Draft::Block(1)]);
+        // The next answer knows, and another plan changes nothing about it.
+        fast.with_plan(Some(3));
+        fast.took(1, Duration::from_secs(1));
+        let mut next = Drafter::default();
+        assert_eq!(next.draft(&[1, 2, 3], 7, fast, true), Draft::Block(0));
     }
 
     #[test]

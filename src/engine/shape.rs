@@ -4,9 +4,9 @@ use std::{ops::Range, sync::Arc};
 
 mod cache;
 
-pub(super) use self::cache::WINDOW_ROWS;
+use self::cache::window_bytes;
+pub(super) use self::cache::{WINDOW_ROWS, narrow};
 pub use self::cache::{draft_kv, kv_shape, layer_state_bytes, sequence_state_bytes};
-use self::cache::{narrow, window_bytes};
 use super::{
     gguf::{GgmlDType, Header, TensorInfo},
     reader::Extent,

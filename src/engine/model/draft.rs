@@ -23,7 +23,7 @@ use crate::{
     backend::{Gather, Norm, Operation, Prepare, Residual, Types, View},
     error::ForwardError,
     preemption::{Flow, Preemption},
-    shape::logits_stride,
+    shape::{logits_stride, narrow},
     spec::{Role, Vector},
 };
 
@@ -86,7 +86,7 @@ pub(super) fn draft(
 }
 
 /// Computes the block for `tokens`, with the states before them and the first at `position`; returns the most likely of the
-/// frequent tokens after the last. The states after them are then in the first rows of the workspace.
+/// frequent tokens after the last. The state after the last is then in its row of the workspace.
 fn step(
     model: &mut Model,
     tokens: &[u32],
@@ -190,13 +190,16 @@ fn frequent(pass: &mut Pass<'_, '_>, block: usize) -> Result<Option<u32>, Failur
     let model = &mut *pass.model;
     let (fixed, work) = (&model.layout.fixed, &model.workspace);
     let own = model.weights.vector(fixed, block, Vector::DraftOutputNorm);
-    let last = fixed.output_norm..fixed.output_norm + width;
-    let norm = Norm {
-        stream: work.stream.view(0..rows * width),
-        normed: work.normed.view(0..rows * width),
+    let norm = fixed.output_norm..fixed.output_norm + width;
+    // The other rows have been read by now, and the next draft needs the state of the last one alone.
+    let last = (rows - 1) * width..rows * width;
+    let normed = work.normed.view(last.clone());
+    model.backend.queue(Operation::Norm(Norm {
+        stream: work.stream.view(last),
+        normed: normed.clone(),
         residual: pass.residual.take(),
         width,
-        weight: Some(own.unwrap_or_else(|| model.weights.fixed().view(last))),
+        weight: Some(own.unwrap_or_else(|| model.weights.fixed().view(norm))),
         bias: None,
         epsilon: model.spec.epsilon,
         prepare: Prepare {
@@ -204,22 +207,7 @@ fn frequent(pass: &mut Pass<'_, '_>, block: usize) -> Result<Option<u32>, Failur
             types: Types::from_iter([model.spec.head.dtype]),
             first: 0,
         },
-    };
-    model.backend.queue(Operation::Norm(norm))?;
-    // Copies of the last row alone are needed for its product.
-    let last = work.normed.view((rows - 1) * width..rows * width);
-    let again = Gather {
-        from: last,
-        rows: vec![0].into(),
-        width,
-        to: work.second.view(0..width),
-        prepare: Prepare {
-            copies: work.copies(),
-            types: Types::from_iter([model.spec.head.dtype]),
-            first: 0,
-        },
-    };
-    model.backend.queue(Operation::Gather(again))?;
+    }))?;
     let wants = [Want {
         number: 0,
         dtype: model.spec.head.dtype,
@@ -228,7 +216,7 @@ fn frequent(pass: &mut Pass<'_, '_>, block: usize) -> Result<Option<u32>, Failur
         out: model.logits.view(0..logits_stride(&model.spec)),
     }];
     let mut input = Input {
-        floats: work.second.view(0..width),
+        floats: normed,
         copies: work.copies(),
         rows: 1,
         activate: None,
@@ -284,10 +272,6 @@ fn plain_norm(
             first: 0,
         },
     })
-}
-
-fn narrow(number: usize) -> u32 {
-    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 /// Rows of the head from which drafts are taken, with the tiles that they end in. Byte-pair vocabularies number tokens in

@@ -15,7 +15,6 @@ use cotenant_units::Bytes;
 /// KV cache of the draft block, and where the states are from which it can draft.
 pub(super) struct DraftKv {
     cache: KvCache,
-    capacity: u32,
     /// Tokens in the cache.
     pub(super) tokens: u32,
     /// Position in the sequence behind the last of them.
@@ -45,7 +44,6 @@ impl DraftKv {
         resized.map_err(|error| refused(std::io::Error::other(error)))?;
         Ok(Some(Self {
             cache,
-            capacity: tokens.get(),
             tokens: 0,
             end: 0,
             states: None,
@@ -84,7 +82,8 @@ impl DraftKv {
 
     /// Makes room for `rows` tokens from position `first` on, and `more` after them.
     pub(super) fn begin(&mut self, first: u32, rows: u32, more: u32) {
-        let is_full = self.tokens.saturating_add(rows).saturating_add(more) > self.capacity;
+        let end = self.tokens.saturating_add(rows).saturating_add(more);
+        let is_full = end > self.cache.capacity().get();
         if is_full || first < self.end {
             self.tokens = 0;
         }

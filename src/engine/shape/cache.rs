@@ -119,7 +119,7 @@ fn state_of_layers(spec: &Spec, layers: usize) -> Bytes {
     })
 }
 
-pub(super) fn narrow(number: usize) -> u32 {
+pub(crate) fn narrow(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 

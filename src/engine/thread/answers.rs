@@ -424,7 +424,8 @@ impl Worker {
                 said => break said,
             }
         };
-        answer.drafter.verified(accepted, draft.len());
+        let drafter = &mut answer.drafter;
+        drafter.verified(accepted, draft.len(), &mut self.speed);
         self.engine_loop.drafted(draft.len(), accepted);
         if let Some(model) = self.model.as_mut() {
             // Non-finite results reset the sequence.
