@@ -30,9 +30,9 @@ pub use super::error::DeviceError;
 pub use choice::{choose, retry_gpu, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, Span, View, offset_in_block};
 pub use operation::{
-    Activate, Attend, Combine, Convert, Convolve, Copies, Delta, Finish, Gap, Gather, Matrices,
-    Multiply, Norm, Operation, Prepare, Product, ROWS_TOGETHER, Residual, Rotate, Row, RowBiases,
-    RowBytes, Scan, Types, Widen,
+    Activate, Attend, Attended, Combine, Convert, Convolve, Copies, Delta, Finish, Gap, Gather,
+    Matrices, Multiply, Norm, Operation, Prepare, Product, ROWS_TOGETHER, Residual, Rotate, Row,
+    RowBiases, RowBytes, Scan, Types, Widen,
 };
 
 /// A compute device: chosen before the model's file is opened, since plans depend on its memory.

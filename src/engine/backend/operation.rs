@@ -74,7 +74,11 @@ impl Operation<'_> {
                     after: gap.after,
                     back: gap.back.into_owned().into(),
                 }),
-                cells: job.cells.into_owned(),
+                sequences: job
+                    .sequences
+                    .into_iter()
+                    .map(Attended::into_owned)
+                    .collect(),
                 ..job
             }),
             Self::Combine(job) => Operation::Combine(Combine {
@@ -369,23 +373,51 @@ pub struct Attend<'a> {
     pub query: View,
     /// Projected keys and values, to be stored in the cache; overwritten. Absent if the cache holds them.
     pub stored: Option<[View; 2]>,
-    /// The cache, with room for `position + rows` tokens.
-    pub cells: Cells<'a>,
+    /// The rows in order, by conversation; with a window, of one conversation.
+    pub sequences: Vec<Attended<'a>>,
     /// Number of the layer among the attention layers.
     pub layer: usize,
-    /// Tokens in the cache before these rows.
-    pub position: usize,
-    /// Tokens to attend.
-    pub rows: usize,
     /// Target of the result.
     pub out: View,
     /// Memory of [`Device::scratch_bytes`](super::Device::scratch_bytes); its contents are meaningless before and
     /// after.
     pub scratch: View,
-    /// Set to one if a projected key or value is not finite, because the cache's form of it is finite.
+    /// Flags of the conversations, set to one if a projected key or value is not finite, because the cache's form of it
+    /// is finite.
     pub broken: View,
     /// Copies of the result.
     pub prepare: Prepare,
+}
+
+impl Attend<'_> {
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.rows).sum()
+    }
+}
+
+/// Consecutive rows of one conversation.
+#[derive(Debug)]
+pub struct Attended<'a> {
+    /// Their number.
+    pub rows: usize,
+    /// Tokens in the cache before them.
+    pub position: usize,
+    /// Their blocks of the cache, which is the same for all conversations, with room for `position + rows` tokens.
+    /// Conversations with a common prefix share its blocks.
+    pub cells: Cells<'a>,
+    /// Index of their flag.
+    pub flag: usize,
+}
+
+impl Attended<'_> {
+    fn into_owned(self) -> Attended<'static> {
+        Attended {
+            cells: self.cells.into_owned(),
+            ..self
+        }
+    }
 }
 
 /// Gap of dropped tokens in the cache, between those kept at the beginning and all later ones.

@@ -14,8 +14,8 @@ use super::{
 };
 use crate::{
     backend::{
-        Activate, Attend, Finish, Matrices, Norm, Operation, Prepare, Residual, Rotate, Span,
-        Types, View,
+        Activate, Attend, Attended, Finish, Matrices, Norm, Operation, Prepare, Residual, Rotate,
+        Span, Types, View,
     },
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
@@ -321,17 +321,13 @@ impl Pass<'_, '_> {
         let mut first = 0;
         while first < self.rows {
             let seen = self.model.sequence.position as usize + self.rows;
-            let rows = self
+            let most = self
                 .preemption
                 .estimators
                 .attention
                 .rows((2 * query * seen) as u64);
-            let rows = rows
-                .max(ATTENTION_ROWS_MIN)
-                .min(self.rows - first)
-                .min(self.rows_together(index, first));
             let began = Instant::now();
-            self.attend(index, self.rows, first..first + rows)?;
+            let rows = self.attend(index, first, most.max(ATTENTION_ROWS_MIN))?;
             first += rows;
             if self.rows > 1 {
                 let work = (2 * query * seen * rows) as u64;
@@ -369,8 +365,9 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Computes attention of `rows` of a chunk of `all`; earlier rows are complete.
-    fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
+    /// Computes attention from row `first` of the chunk on, for at most `most` rows; returns their number. Earlier rows
+    /// are complete.
+    fn attend(&mut self, index: usize, first: usize, most: usize) -> Result<usize, Failure> {
         let layer = self.model.spec.layer(index).ok_or(Failure::NoMatrix)?;
         let (local, borrows) = (layer.local, layer.borrows);
         let is_draft = index == self.model.spec.layers.len();
@@ -382,18 +379,15 @@ impl Pass<'_, '_> {
         };
         let before = self.model.spec.layers.iter().take(index);
         let number = before.filter(alike).count() - usize::from(borrows);
-        let aside = match self.batch.other(rows.start) {
-            Some(other) => {
-                let (parked, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
-                Some((other.lane, parked, position))
+        // A windowed layer has one working area: the lane's blocks are copied to it.
+        let other = self.batch.other(first).filter(|_| window.is_some());
+        let moved = match other.zip(self.lane(first)) {
+            Some((other, (_, position))) => {
+                self.move_window((other.lane, number), (position, false))?;
+                Some((other.lane, position))
             }
             None => None,
         };
-        // A windowed layer has one working area: the lane's blocks are copied to it.
-        let moved = aside.filter(|_| window.is_some());
-        if let Some((lane, _, position)) = moved {
-            self.move_window((lane, number), (position, false))?;
-        }
         let (whole, work) = (self.model.spec.attention, &self.model.workspace);
         let spec = whole.of_layers(local);
         let (query, kv, projected) = (spec.query(), spec.kv(), spec.projected());
@@ -403,26 +397,43 @@ impl Pass<'_, '_> {
                 .vector(&self.model.layout.fixed, index, vector)
         };
         // Angles of local layers follow those of all rows.
-        let angles = if local { all * whole.rotary } else { 0 };
+        let angles = if local { self.rows * whole.rotary } else { 0 };
         let sequence = &self.model.sequence;
-        let (cells, position) = match aside {
-            None if is_draft => {
-                let draft = self.model.draft.as_ref().ok_or(Failure::NoMatrix)?;
-                (draft.cells(), draft.tokens as usize + rows.start)
+        let (mut sequences, mut end) = (Vec::new(), first);
+        while end < self.rows.min(first.saturating_add(most)) {
+            let rows = self.rows_together(index, end).min(first + most - end);
+            let (cells, position) = match self.batch.other(end) {
+                None if is_draft => {
+                    let draft = self.model.draft.as_ref().ok_or(Failure::NoMatrix)?;
+                    (draft.cells(), draft.tokens as usize + end)
+                }
+                None => {
+                    let own = end - self.batch.own().start;
+                    let position = sequence.position as usize + own;
+                    (sequence.cache.cells(window.is_some()), position)
+                }
+                Some(_) => {
+                    let (parked, position) = self.lane(end).ok_or(Failure::Stopped)?;
+                    let cells = match moved {
+                        Some(_) => sequence.cache.cells_aside().ok_or(Failure::NoMatrix)?,
+                        None => sequence.cache.cells_of(parked),
+                    };
+                    (cells, position)
+                }
+            };
+            sequences.push(Attended {
+                rows,
+                position,
+                cells,
+                flag: self.batch.result_of(end) * logits_stride(&self.model.spec),
+            });
+            end += rows;
+            if window.is_some() {
+                break;
             }
-            None => {
-                let own = rows.start - self.batch.own().start;
-                let position = sequence.position as usize + own;
-                (sequence.cache.cells(window.is_some()), position)
-            }
-            Some((_, _, position)) if moved.is_some() => {
-                let cells = sequence.cache.cells_aside();
-                (cells.ok_or(Failure::NoMatrix)?, position)
-            }
-            Some((_, parked, position)) => (sequence.cache.cells_of(parked), position),
-        };
-        let of_rows = |width: usize| rows.start * width..rows.end * width;
-        let flags = self.flags(self.batch.result_of(rows.start));
+        }
+        let position = sequences.first().map_or(0, |first| first.position);
+        let of_rows = |width: usize| first * width..end * width;
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
@@ -438,27 +449,25 @@ impl Pass<'_, '_> {
             sinks: vector(Vector::Sinks),
             rotary: work
                 .rotary
-                .view(angles + rows.start * spec.rotary..angles + rows.end * spec.rotary),
+                .view(angles + first * spec.rotary..angles + end * spec.rotary),
             query: work.wide.view(of_rows(projected)),
             stored: (!borrows)
                 .then(|| [&work.second, &work.third].map(|buffer| buffer.view(of_rows(kv)))),
-            cells,
+            sequences,
             layer: if is_draft || moved.is_some() {
                 0
             } else {
                 number
             },
-            position,
-            rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
             scratch: work.scratch.from(0),
-            broken: flags.first(1),
-            prepare: self.prepare(index, &[Role::Output], rows.start),
+            broken: self.model.logits.from(self.model.spec.vocabulary),
+            prepare: self.prepare(index, &[Role::Output], first),
         }))?;
-        if let Some((lane, _, position)) = moved.filter(|_| !borrows) {
+        if let Some((lane, position)) = moved.filter(|_| !borrows) {
             self.move_window((lane, number), (position, true))?;
         }
-        Ok(())
+        Ok(end - first)
     }
 
     /// Copies the blocks in the window of a lane's token to the working area; with `is_written`, copies the token's

@@ -1,11 +1,11 @@
 //! Attention layer: head norms, rotation, storing and attending over cache blocks.
 
-use std::ptr::NonNull;
+use std::{ops::Range, ptr::NonNull};
 
 use super::{
     cells,
     copying::Copying,
-    flash::{self, Cells, Scratch},
+    flash::{self, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
     float::{all_finite, rms_in_place, rms_of_row, rms_row_in_place},
     isa::{Isa, kernel},
@@ -13,7 +13,11 @@ use super::{
     share::Share,
 };
 use crate::{
-    backend::{Attend, DeviceError, Part, memory::Access, offset_in_block},
+    backend::{
+        Attend, DeviceError, Part,
+        memory::{Access, Cells},
+        offset_in_block,
+    },
     reserve::Reserve,
     spec::{AttentionSpec, Pairing},
 };
@@ -45,7 +49,6 @@ pub(crate) fn attend<'op>(
 ) -> Result<(), DeviceError> {
     let spec = &job.spec;
     let (heads, kv_heads, dim) = (spec.heads, spec.kv_heads, spec.head_dim);
-    let block_tokens = job.cells.shape.block_tokens.get() as usize;
     let query_step = if spec.gated { 2 * dim } else { dim };
     let query_row = heads * query_step;
     let key_row = kv_heads * dim;
@@ -58,22 +61,42 @@ pub(crate) fn attend<'op>(
     let sinks = access.read_some(job.sinks.as_ref())?;
     let window = job.window.unwrap_or(usize::MAX);
     let gap = job.gap.as_ref();
-    let cells_kind = &job.cells;
-    let (kind, row_bytes) = (cells_kind.kind, cells::row_bytes(cells_kind.kind, dim));
-    let cache = Blocks {
-        space: access.region(&cells_kind.space)?,
-        places: &cells_kind.places,
-        len: cells_kind.shape.block_bytes(kind).as_len(),
+    let Some(Cells { kind, shape, .. }) = job.sequences.first().map(|first| &first.cells) else {
+        return Ok(());
     };
-    let offset = |part, head| offset_in_block(&cells_kind.shape, kind, job.layer, part, head);
-    let (position, rows) = (job.position, job.rows);
+    let (kind, block_tokens) = (*kind, shape.block_tokens.get() as usize);
+    let (row_bytes, block_len) = (
+        cells::row_bytes(kind, dim),
+        shape.block_bytes(kind).as_len(),
+    );
+    let mut rows = 0;
+    let mut stretches = Vec::with_capacity(job.sequences.len());
+    for sequence in &job.sequences {
+        stretches.push(Stretch {
+            first: rows,
+            end: rows + sequence.rows,
+            position: sequence.position,
+            cache: Blocks {
+                space: access.region(&sequence.cells.space)?,
+                places: &sequence.cells.places,
+                len: block_len,
+            },
+        });
+        rows += sequence.rows;
+    }
+    let offset = |part, head| offset_in_block(shape, kind, job.layer, part, head);
     let mut stored = None;
     if let Some([key, value]) = &job.stored {
         let (key, value) = (access.write(key)?, access.write(value)?);
         let broken = access.write(&job.broken)?;
-        for kept in [&*key, &*value] {
-            if !all_finite(kept.get(..rows * key_row).unwrap_or_default()) {
-                broken.fill(1.0);
+        for (stretch, sequence) in stretches.iter().zip(&job.sequences) {
+            let floats = stretch.first * key_row..stretch.end * key_row;
+            let is_finite = |kept: &[f32]| all_finite(kept.get(floats.clone()).unwrap_or_default());
+            if let (false, Some(flag)) = (
+                is_finite(key) && is_finite(value),
+                broken.get_mut(sequence.flag),
+            ) {
+                *flag = 1.0;
             }
         }
         stored = Some((Share::new(key), Share::new(value)));
@@ -86,11 +109,14 @@ pub(crate) fn attend<'op>(
     // Keys and values of this chunk, and preparation of its queries: one item per row.
     pool.run(rows, &|row| {
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
+        let Some((stretch, token)) = stretch_of(&stretches, row) else {
+            return;
+        };
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
         let factor = job
             .temperature
-            .map_or(1.0, |temperature| temperature.at(position + row));
+            .map_or(1.0, |temperature| temperature.at(token));
         for value in queries.iter_mut().filter(|_| factor != 1.0) {
             *value *= factor;
         }
@@ -132,8 +158,7 @@ pub(crate) fn attend<'op>(
                 spec.pairing == Pairing::Adjacent,
             );
         }
-        let token = position + row;
-        let Some(block) = cache.block(token / block_tokens) else {
+        let Some(block) = stretch.cache.block(token / block_tokens) else {
             return;
         };
         for head in 0..kv_heads {
@@ -155,19 +180,12 @@ pub(crate) fn attend<'op>(
         }
     });
 
-    // Attention: one item per group of rows and the query heads of one key head, so that keys and values are widened
-    // once for all of them; if that leaves too few items for the threads, one per query head. Later rows see more
-    // tokens and are started first, so that no long item is left at the end.
+    // Attention: one item per group of rows and of query heads of one key head, so that keys and values are widened
+    // once for all of them. Later rows see more tokens and are started first, so that no long item is left at the end.
     let out = Share::new(&mut *made);
     let group = heads / kv_heads;
-    let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
-    let tiles = rows.div_ceil(rows_per_item);
-    let together = if tiles * kv_heads >= pool.threads() {
-        group.min(QUERIES_PER_ITEM)
-    } else {
-        1
-    };
-    let parts = group.div_ceil(together);
+    let (rows_per_item, together) = tiling(rows, (kv_heads, group), pool.threads());
+    let (tiles, parts) = (rows.div_ceil(rows_per_item), group.div_ceil(together));
     let scratch_of = scratch_elements(dim);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
         // SAFETY: a thread processes one item at a time, and thread numbers are unique.
@@ -194,13 +212,27 @@ pub(crate) fn attend<'op>(
                 let (vector, gate) = queries_of(index).split_at(dim);
                 // SAFETY: each row and head belongs to one item.
                 let target = unsafe { out.slice((row * heads + head) * dim, dim) };
-                let tokens = position + row + 1;
+                let tokens = stretch_of(&stretches, row).map_or(0, |(_, token)| token + 1);
                 Walk::new(vector, gate, tokens.saturating_sub(window)..tokens, target)
             })
             .collect();
         let (key_at, value_at) = (offset(Part::Key, kv_head), offset(Part::Value, kv_head));
-        let end = position + first_row + these;
-        let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
+        let reads: Vec<Read<'_, 'op>> = stretches
+            .iter()
+            .filter_map(|stretch| {
+                let first = stretch.first.max(first_row);
+                let end = stretch.end.min(first_row + these);
+                let tokens = |row: usize| stretch.position + row - stretch.first;
+                (first < end).then(|| Read {
+                    cache: &stretch.cache,
+                    walks: (first - first_row) * count..(end - first_row) * count,
+                    unseen: (tokens(first) + 1).saturating_sub(window) / block_tokens,
+                    end: tokens(end),
+                })
+            })
+            .collect();
+        let unseen = reads.iter().map(|read| read.unseen).min().unwrap_or(0);
+        let last = reads.iter().map(|read| read.end).max().unwrap_or(0);
         let gap = gap.filter(|gap| unseen < gap.after / block_tokens);
         if let Some(gap) = gap {
             for (index, (walk, turned)) in walks
@@ -220,40 +252,51 @@ pub(crate) fn attend<'op>(
                 walk.query = turned;
             }
         }
-        for (index, start) in (0..end).step_by(block_tokens).enumerate().skip(unseen) {
-            let Some(block) = cache.block(index) else {
-                return;
-            };
+        for (index, start) in (0..last).step_by(block_tokens).enumerate().skip(unseen) {
             if gap.is_some_and(|gap| gap.after == start) {
                 for (index, walk) in walks.iter_mut().enumerate() {
                     walk.query = &queries_of(index)[..dim];
                 }
             }
-            for from in (0..block_tokens.min(end - start)).step_by(TOKENS_MAX) {
-                let count = TOKENS_MAX.min(end - start - from).min(block_tokens - from);
-                let part = |block: Block<'op>, at: usize, tokens: usize| {
-                    block.slice(at, tokens * row_bytes).unwrap_or_default()
+            // Conversations with a common prefix read its blocks together.
+            for same in
+                reads.chunk_by(|one, other| one.place(index, start) == other.place(index, start))
+            {
+                let Some((read, block)) = same.first().and_then(|read| {
+                    read.place(index, start)?;
+                    Some((read, read.cache.block(index)?))
+                }) else {
+                    continue;
                 };
-                let ahead = cache
-                    .block(index + 1)
-                    .filter(|_| start + block_tokens < end);
-                let cells = Cells {
-                    kind,
-                    dim,
-                    keys: part(block, key_at + from * row_bytes, count),
-                    values: part(block, value_at + from * row_bytes, count),
-                    ahead: ahead
-                        .map(|block| part(block, key_at, TOKENS_MAX.min(block_tokens)))
-                        .unwrap_or_default(),
-                };
-                flash::step(
-                    &mut scratch,
-                    isa,
-                    cells,
-                    (spec.scale, spec.score_cap),
-                    start + from..start + from + count,
-                    &mut walks,
-                );
+                let end = same.iter().map(|read| read.end).max().unwrap_or(0);
+                let these = read.walks.start..same.last().map_or(0, |read| read.walks.end);
+                for from in (0..block_tokens.min(end - start)).step_by(TOKENS_MAX) {
+                    let count = TOKENS_MAX.min(end - start - from).min(block_tokens - from);
+                    let part = |block: Block<'op>, at: usize, tokens: usize| {
+                        block.slice(at, tokens * row_bytes).unwrap_or_default()
+                    };
+                    let ahead = read
+                        .cache
+                        .block(index + 1)
+                        .filter(|_| start + block_tokens < end);
+                    let cells = flash::Cells {
+                        kind,
+                        dim,
+                        keys: part(block, key_at + from * row_bytes, count),
+                        values: part(block, value_at + from * row_bytes, count),
+                        ahead: ahead
+                            .map(|block| part(block, key_at, TOKENS_MAX.min(block_tokens)))
+                            .unwrap_or_default(),
+                    };
+                    flash::step(
+                        &mut scratch,
+                        isa,
+                        cells,
+                        (spec.scale, spec.score_cap),
+                        start + from..start + from + count,
+                        walks.get_mut(these.clone()).unwrap_or_default(),
+                    );
+                }
             }
         }
         for (index, walk) in walks.into_iter().enumerate() {
@@ -264,6 +307,56 @@ pub(crate) fn attend<'op>(
     let made = made.get(..rows * heads * dim).unwrap_or_default();
     copying.all(pool, made, heads * dim);
     Ok(())
+}
+
+/// Rows of one conversation, with its cache.
+struct Stretch<'op> {
+    first: usize,
+    end: usize,
+    /// Tokens before the first row.
+    position: usize,
+    cache: Blocks<'op>,
+}
+
+/// The conversation of a row, and the row's position in it.
+fn stretch_of<'list, 'op>(
+    stretches: &'list [Stretch<'op>],
+    row: usize,
+) -> Option<(&'list Stretch<'op>, usize)> {
+    let stretch = stretches.iter().find(|stretch| row < stretch.end)?;
+    Some((stretch, stretch.position + row - stretch.first))
+}
+
+/// The queries of one conversation in an item, and the tokens that they read.
+struct Read<'item, 'op> {
+    cache: &'item Blocks<'op>,
+    walks: Range<usize>,
+    /// Blocks that none of them sees.
+    unseen: usize,
+    /// Tokens that any of them sees.
+    end: usize,
+}
+
+impl Read<'_, '_> {
+    /// The place of a block that begins with token `start`, if they read it.
+    fn place(&self, index: usize, start: usize) -> Option<usize> {
+        let is_read = index >= self.unseen && start < self.end;
+        self.cache.places.get(index).copied().filter(|_| is_read)
+    }
+}
+
+/// Rows per item, and query heads of one key head per item, for the least time of the slowest thread.
+fn tiling(rows: usize, (kv_heads, group): (usize, usize), threads: usize) -> (usize, usize) {
+    let most = group.min(QUERIES_PER_ITEM);
+    let rows_max = |heads: usize| (QUERIES_PER_ITEM / heads).clamp(1, rows.max(1));
+    let fewest = rows.div_ceil(rows_max(most));
+    let by_rows = (fewest..=(fewest + threads).min(rows)).map(|tiles| (rows.div_ceil(tiles), most));
+    let by_heads = (1..most).rev().map(|heads| (rows_max(heads), heads));
+    let takes = |&(rows_per_item, heads): &(usize, usize)| {
+        let items = rows.div_ceil(rows_per_item) * kv_heads * group.div_ceil(heads);
+        items.div_ceil(threads.max(1)) * (BLOCK_COST + rows_per_item * heads)
+    };
+    by_rows.chain(by_heads).min_by_key(takes).unwrap_or((1, 1))
 }
 
 /// Blocks of a cache at independent places.
@@ -335,3 +428,5 @@ kernel! {
 
 /// Queries per item: enough to make widening and transposing a block comparatively cheap.
 const QUERIES_PER_ITEM: usize = 64;
+/// Time to read and transpose a block, in queries of it. Zen 5, SmolLM2: as long as three to four queries take.
+const BLOCK_COST: usize = 4;

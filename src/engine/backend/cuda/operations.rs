@@ -460,29 +460,25 @@ impl Launcher {
                 "no kernel attends to the keys of another layer",
             ));
         };
+        let all_rows = job.rows();
         for (view, row) in [
             (&job.query, query_row),
             (key, key_row),
             (value, key_row),
             (&job.out, query),
         ] {
-            self.fits(view, job.rows * row * 4)?;
+            self.fits(view, all_rows * row * 4)?;
         }
         let (queries, keys, values) = (self.at(&job.query)?, self.at(key)?, self.at(value)?);
-        self.add_bias(queries, job.rows, job.query_bias.as_ref())?;
-        self.add_bias(keys, job.rows, job.key_bias.as_ref())?;
-        self.add_bias(values, job.rows, job.value_bias.as_ref())?;
-        let offset =
-            |part| offset_in_block(&job.cells.shape, job.cells.kind, job.layer, part, 0) as u64;
-        let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
-        let blocks = self.table(&job.cells, job.window.is_some(), job.position + job.rows)?;
+        self.add_bias(queries, all_rows, job.query_bias.as_ref())?;
+        self.add_bias(keys, all_rows, job.key_bias.as_ref())?;
+        self.add_bias(values, all_rows, job.value_bias.as_ref())?;
         let back = match &job.gap {
             Some(gap) => self
                 .back
                 .put(&mut self.staging, gap.back.iter().copied().map(Ok))?,
             None => 0,
         };
-        let kind = cell_kind(job.cells.kind);
         if dim > HEAD_DIM_MAX {
             return Err(DeviceError::new(format!(
                 "heads of {dim} elements are too long"
@@ -490,117 +486,129 @@ impl Launcher {
         }
         self.fits(&job.scratch, scratch_floats(spec.heads, dim) * 4)?;
         let partial = self.at(&job.scratch)?;
-        let to = self.prepare(&job.prepare, job.rows, query)?;
-        let mut first = 0;
-        while first < job.rows {
-            let position = job.position + first;
-            let shape = (spec.heads, spec.kv_heads, dim);
-            let Slice {
-                rows,
-                tiles,
-                groups,
-                run,
-                is_few,
-            } = Slice::of(
-                shape,
-                job.rows - first,
-                position,
-                self.commands.processors(),
-            );
-            let turned_back =
-                partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
-            let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
-            let query_floats = of_rows(queries, query_row);
-            let position_at = self.set_position(position)?;
-            let growth = match &job.temperature {
-                Some(temperature) => {
-                    let growth =
-                        (position..position + rows).map(|position| temperature.at(position));
-                    self.growth.put(&mut self.staging, growth.map(Ok))?
-                }
-                None => 0,
-            };
-            let turned = of_rows(self.at(&job.out)?, query);
-            let heads = HeadsJob {
-                query: query_floats,
-                key: of_rows(keys, key_row),
-                value: of_rows(values, key_row),
-                query_norm: self.some(job.query_norm.as_ref())?,
-                key_norm: self.some(job.key_norm.as_ref())?,
-                angles: of_rows(self.at(&job.rotary)?, spec.rotary),
-                back,
-                growth,
-                out: turned,
-                out_back: turned_back,
-                blocks,
-                position: position_at,
-                not_finite: self.at(&job.broken)?,
-                key_offset,
-                value_offset,
-                heads: word(spec.heads)?,
-                kv_heads: word(spec.kv_heads)?,
-                dim: word(dim)?,
-                rotary: word(spec.rotary)?,
-                query_stride: word(query_row)?,
-                kv_stride: word(key_row)?,
-                head_step: word(step)?,
-                adjacent: u32::from(spec.pairing == Pairing::Adjacent),
-                kind,
-                epsilon: job.epsilon,
-                ..HeadsJob::default()
-            };
-            let all_heads = word((spec.heads + 2 * spec.kv_heads).div_ceil(4))?;
-            self.launch(
-                Kernel::Heads,
-                (all_heads, word(rows)?, 1),
-                0,
-                Job::Heads(heads),
-            )?;
-            let attend = AttendJob {
-                query: turned,
-                query_back: if back == 0 { 0 } else { turned_back },
-                blocks,
-                position: position_at,
-                partial,
-                key_offset,
-                value_offset,
-                tokens: word(rows)?,
-                heads: word(spec.heads)?,
-                kv_heads: word(spec.kv_heads)?,
-                dim: word(dim)?,
-                kind,
-                window: word(job.window.unwrap_or(0))?,
-                gap_after: word(job.gap.as_ref().map_or(0, |gap| gap.after))?,
-                run,
-                scale: spec.scale,
-                unused: 0,
-            };
-            let (kernel, shared) = attend_kernel(is_few, dim);
-            let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
-            self.launch(kernel, grid, shared, Job::Attend(attend))?;
-            let join = JoinJob {
-                partial,
-                gate: if spec.gated {
-                    query_floats + 4 * dim as u64
-                } else {
-                    0
-                },
-                to: CopiesTo {
-                    base: to.base + (first as u64) * u64::from(to.stride),
-                    ..to
-                },
-                position: position_at,
-                heads: word(spec.heads)?,
-                dim: word(dim)?,
-                groups: word(groups)?,
-                gate_stride: word(query_row)?,
-                gate_step: word(step)?,
-                run,
-            };
-            let columns = if groups == 1 { 2048 } else { 256 };
-            let grid = (word(query.div_ceil(columns))?, word(rows)?, 1);
-            self.launch(Kernel::AttendJoin, grid, 0, Job::Join(join))?;
-            first += rows;
+        let to = self.prepare(&job.prepare, all_rows, query)?;
+        let mut before = 0;
+        for sequence in &job.sequences {
+            let cells = &sequence.cells;
+            let offset =
+                |part| offset_in_block(&cells.shape, cells.kind, job.layer, part, 0) as u64;
+            let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
+            let end = sequence.position + sequence.rows;
+            let blocks = self.table(cells, job.window.is_some(), end)?;
+            let kind = cell_kind(cells.kind);
+            let not_finite = self.at(&job.broken)? + (sequence.flag * 4) as u64;
+            let mut done = 0;
+            while done < sequence.rows {
+                let (first, position) = (before + done, sequence.position + done);
+                let shape = (spec.heads, spec.kv_heads, dim);
+                let Slice {
+                    rows,
+                    tiles,
+                    groups,
+                    run,
+                    is_few,
+                } = Slice::of(
+                    shape,
+                    sequence.rows - done,
+                    position,
+                    self.commands.processors(),
+                );
+                let turned_back = partial
+                    + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
+                let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
+                let query_floats = of_rows(queries, query_row);
+                let position_at = self.set_position(position)?;
+                let growth = match &job.temperature {
+                    Some(temperature) => {
+                        let growth =
+                            (position..position + rows).map(|position| temperature.at(position));
+                        self.growth.put(&mut self.staging, growth.map(Ok))?
+                    }
+                    None => 0,
+                };
+                let turned = of_rows(self.at(&job.out)?, query);
+                let heads = HeadsJob {
+                    query: query_floats,
+                    key: of_rows(keys, key_row),
+                    value: of_rows(values, key_row),
+                    query_norm: self.some(job.query_norm.as_ref())?,
+                    key_norm: self.some(job.key_norm.as_ref())?,
+                    angles: of_rows(self.at(&job.rotary)?, spec.rotary),
+                    back,
+                    growth,
+                    out: turned,
+                    out_back: turned_back,
+                    blocks,
+                    position: position_at,
+                    not_finite,
+                    key_offset,
+                    value_offset,
+                    heads: word(spec.heads)?,
+                    kv_heads: word(spec.kv_heads)?,
+                    dim: word(dim)?,
+                    rotary: word(spec.rotary)?,
+                    query_stride: word(query_row)?,
+                    kv_stride: word(key_row)?,
+                    head_step: word(step)?,
+                    adjacent: u32::from(spec.pairing == Pairing::Adjacent),
+                    kind,
+                    epsilon: job.epsilon,
+                    ..HeadsJob::default()
+                };
+                let all_heads = word((spec.heads + 2 * spec.kv_heads).div_ceil(4))?;
+                self.launch(
+                    Kernel::Heads,
+                    (all_heads, word(rows)?, 1),
+                    0,
+                    Job::Heads(heads),
+                )?;
+                let attend = AttendJob {
+                    query: turned,
+                    query_back: if back == 0 { 0 } else { turned_back },
+                    blocks,
+                    position: position_at,
+                    partial,
+                    key_offset,
+                    value_offset,
+                    tokens: word(rows)?,
+                    heads: word(spec.heads)?,
+                    kv_heads: word(spec.kv_heads)?,
+                    dim: word(dim)?,
+                    kind,
+                    window: word(job.window.unwrap_or(0))?,
+                    gap_after: word(job.gap.as_ref().map_or(0, |gap| gap.after))?,
+                    run,
+                    scale: spec.scale,
+                    unused: 0,
+                };
+                let (kernel, shared) = attend_kernel(is_few, dim);
+                let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
+                self.launch(kernel, grid, shared, Job::Attend(attend))?;
+                let join = JoinJob {
+                    partial,
+                    gate: if spec.gated {
+                        query_floats + 4 * dim as u64
+                    } else {
+                        0
+                    },
+                    to: CopiesTo {
+                        base: to.base + (first as u64) * u64::from(to.stride),
+                        ..to
+                    },
+                    position: position_at,
+                    heads: word(spec.heads)?,
+                    dim: word(dim)?,
+                    groups: word(groups)?,
+                    gate_stride: word(query_row)?,
+                    gate_step: word(step)?,
+                    run,
+                };
+                let columns = if groups == 1 { 2048 } else { 256 };
+                let grid = (word(query.div_ceil(columns))?, word(rows)?, 1);
+                self.launch(Kernel::AttendJoin, grid, 0, Job::Join(join))?;
+                done += rows;
+            }
+            before += sequence.rows;
         }
         Ok(())
     }
@@ -695,7 +703,7 @@ impl Launcher {
 fn is_of_token(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Activate(job) => job.gate.len() == 4 * job.width,
-        Operation::Attend(job) => job.rows == 1,
+        Operation::Attend(job) => job.rows() == 1,
         Operation::Delta(job) => job.rows.len() == 1,
         Operation::Finish(_) => true,
         Operation::Multiply(job) => {
