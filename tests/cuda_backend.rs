@@ -25,7 +25,7 @@ use std::{
 use crate::weights::Weights as _;
 use cotenant::{
     engine::{
-        Asked, Flow, Model, ModelOptions, Scores,
+        Asked, Flow, Model, ModelOptions,
         backend::cuda,
         gguf::{GgmlDType, SUPPORTED},
         spec::Architecture,
@@ -208,11 +208,8 @@ fn next(model: &mut Model, token: u32) -> Result<u32, String> {
             .map(|logits| first(&logits))
             .map_err(|error| reported_error(&error));
     }
-    match model.forward_greedy(&[token], &mut || Flow::Continue) {
-        Ok(Scores::Greatest(token)) => Ok(token),
-        Ok(Scores::All(_)) => Err("the device has not found the greatest logit".to_owned()),
-        Err(error) => Err(reported_error(&error)),
-    }
+    let found = model.forward_greedy(&[token], &mut || Flow::Continue);
+    found.map_err(|error| reported_error(&error))
 }
 
 /// Returns logits after several changes of a model's memory, and the compute device.

@@ -18,7 +18,7 @@ use super::{
     language_model::{LanguageModel, Opened},
     model::{
         Asked, ExpertCounts, Kept, Lane, Model, ModelOptions, Opening, SaveDue, SaveStep,
-        SavedView, Scores, Selected, Span,
+        SavedView, Selected, Span,
     },
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
@@ -234,18 +234,6 @@ fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
     }
 }
 
-/// Returns the token found by the device; otherwise copies the scores to `logits`.
-fn greatest(scores: Scores<'_>, logits: &mut Vec<f32>) -> Option<u32> {
-    match scores {
-        Scores::Greatest(token) => Some(token),
-        Scores::All(computed) => {
-            logits.clear();
-            logits.extend_from_slice(&computed);
-            None
-        }
-    }
-}
-
 impl LanguageModel for GgufModel {
     fn forward(
         &mut self,
@@ -267,14 +255,13 @@ impl LanguageModel for GgufModel {
         &mut self,
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
-        logits: &mut Vec<f32>,
+        _logits: &mut Vec<f32>,
     ) -> Result<Option<u32>, ForwardError> {
         let mut checkpoint = WithText {
             text: self.text_held(),
             checkpoint,
         };
-        let scores = self.model.forward_greedy(tokens, &mut checkpoint)?;
-        Ok(greatest(scores, logits))
+        self.model.forward_greedy(tokens, &mut checkpoint).map(Some)
     }
 
     fn refused(&self) -> Option<&str> {
@@ -440,10 +427,9 @@ impl LanguageModel for GgufModel {
         &mut self,
         number: usize,
         position: u32,
-        logits: &mut Vec<f32>,
+        _logits: &mut Vec<f32>,
     ) -> Result<Option<u32>, ForwardError> {
-        let scores = self.model.greatest_of(number, position)?;
-        Ok(greatest(scores, logits))
+        self.model.greatest_of(number, position).map(Some)
     }
 
     fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {

@@ -73,7 +73,7 @@ pub use generate::{
 pub use gguf::Header;
 pub use language_model::LanguageModel;
 pub use mailbox::EngineHandle;
-pub use model::{Asked, Lane, Logits, Model, ModelOptions, PartTime, Scores, Selected};
+pub use model::{Asked, Lane, Logits, Model, ModelOptions, PartTime, Selected};
 pub use preemption::{Checkpoint, Flow};
 pub use protocol::{
     ApplyFailure, EngineEvent, EngineOptions, EnginePhase, EngineSnapshot, Expected,

@@ -604,7 +604,7 @@ pub struct Finish<'a> {
     pub scale: f32,
     /// Soft cap applied last.
     pub cap: Option<f32>,
-    /// Three output words: the index of the first greatest logit, all bits set if not requested; its value; and
+    /// Three output words: the index of the first greatest logit, all bits set if all are −∞; its value; and
     /// non-zero if a logit is not finite.
     pub found: View,
 }

@@ -111,15 +111,6 @@ pub struct Model {
 #[derive(Debug)]
 pub struct Logits<'model>(pub(super) &'model [f32]);
 
-/// Input of the choice of a token.
-#[derive(Debug)]
-pub enum Scores<'model> {
-    /// The first of the most likely tokens, found by the device.
-    Greatest(u32),
-    /// All logits.
-    All(Logits<'model>),
-}
-
 impl Deref for Logits<'_> {
     type Target = [f32];
     fn deref(&self) -> &[f32] {

@@ -32,7 +32,7 @@ pub use batch::Span;
 pub use calibrate::PartTime;
 pub use experts::ExpertCounts;
 pub use growth::{GROWERS, raw_read};
-pub use loaded::{Logits, Model, ModelOptions, Scores};
+pub use loaded::{Logits, Model, ModelOptions};
 pub use opening::Opening;
 pub(crate) use opening::without_drafts;
 pub use parked::{Asked, Kept, Lane, Selected, common_prefix};

@@ -7,7 +7,7 @@ use super::{
     calibrate::{self, PartTime},
     damage, draft,
     experts::{ExpertCounts, Experts},
-    loaded::{Logits, Model, ModelOptions, Scores},
+    loaded::{Logits, Model, ModelOptions},
     opening::{self, Disk, Opening},
     parked::{Asked, Kept, Lane, Selected},
     pass, residency,
@@ -149,8 +149,7 @@ impl Model {
         read.map(Logits)
     }
 
-    /// As [`Self::forward`], but returns only the first of the most likely tokens if the device finds it, without
-    /// reading the logits.
+    /// As [`Self::forward`], but returns only the first of the most likely tokens.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -158,20 +157,12 @@ impl Model {
         &mut self,
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
-    ) -> Result<Scores<'_>, ForwardError> {
+    ) -> Result<u32, ForwardError> {
         let place = self.run(tokens, checkpoint)?;
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        match pass::greatest(backend, &self.logits, (vocabulary, 0), place) {
-            Ok(Some(token)) => Ok(Scores::Greatest(token)),
-            Ok(None) => {
-                let logits = pass::result(backend, &self.logits, (vocabulary, 0), place);
-                logits.map(|logits| Scores::All(Logits(logits)))
-            }
-            Err(error) => {
-                self.sequence.lost = true;
-                Err(error)
-            }
-        }
+        let found = pass::greatest(backend, &self.logits, (vocabulary, 0), place);
+        self.sequence.lost |= found.is_err();
+        found
     }
 
     /// As [`Self::forward`], but returns the last token's state after the output norm: one number for each of the
@@ -397,22 +388,13 @@ impl Model {
         pass::result(backend, &self.logits, (vocabulary, number), (position, 0)).map(Logits)
     }
 
-    /// Returns the first of the most likely tokens of result `number` of the last pass if the device finds it, else the
-    /// logits.
+    /// Returns the first of the most likely tokens of result `number` of the last pass.
     ///
     /// # Errors
     /// As [`Self::logits_of`].
-    pub fn greatest_of(
-        &mut self,
-        number: usize,
-        position: u32,
-    ) -> Result<Scores<'_>, ForwardError> {
+    pub fn greatest_of(&mut self, number: usize, position: u32) -> Result<u32, ForwardError> {
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        let found = pass::greatest(backend, &self.logits, (vocabulary, number), (position, 0))?;
-        match found {
-            Some(token) => Ok(Scores::Greatest(token)),
-            None => self.logits_of(number, position).map(Scores::All),
-        }
+        pass::greatest(backend, &self.logits, (vocabulary, number), (position, 0))
     }
 
     /// Whether the last tokens of the sequence can be removed after a pass in which all of them had results.

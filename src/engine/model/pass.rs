@@ -379,30 +379,34 @@ pub(super) fn result<'a>(
     Ok(logits)
 }
 
-/// Waits for queued operations and returns the index of the greatest logit of a result if the backend finds it; `place`
-/// as for [`result`].
+/// Waits for queued operations and returns the index of the greatest logit of a result; `place` as for [`result`].
 pub(super) fn greatest(
     backend: &mut dyn Backend,
     logits: &Buffer,
     (vocabulary, number): (usize, usize),
     place: (u32, u32),
-) -> Result<Option<u32>, ForwardError> {
+) -> Result<u32, ForwardError> {
     let first = number * (vocabulary + FLAGS) + vocabulary;
     let flags = backend.read(logits, first..first + FLAGS)?;
     is_finite(flags, place)?;
     let found = flags.get(1).map(|number| number.to_bits());
-    Ok(found.filter(|number| (*number as usize) < vocabulary))
+    found
+        .filter(|number| (*number as usize) < vocabulary)
+        .ok_or_else(|| not_finite(place))
 }
 
 /// Refuses non-finite results by the flags of the chunk that begins at `first`, and of the logits of its row `row`.
 fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError> {
-    let row = match flags {
-        [0.0, _, _, 0.0] => return Ok(()),
-        [0.0, ..] => row,
+    match flags {
+        [0.0, _, _, 0.0] => Ok(()),
+        [0.0, ..] => Err(not_finite((first, row))),
         // The cache stores a NaN as a finite number: all later tokens are invalid.
-        _ => 0,
-    };
-    Err(ForwardError::NotFinite {
+        _ => Err(not_finite((first, 0))),
+    }
+}
+
+const fn not_finite((first, row): (u32, u32)) -> ForwardError {
+    ForwardError::NotFinite {
         position: first.saturating_add(row),
-    })
+    }
 }

@@ -142,6 +142,19 @@ const CLAMP: f32 = 7.0;
 const CLAMPED_SLOPE: f32 = 1.702;
 
 kernel! {
+    /// The greatest value; −∞ if there is none.
+    pub(crate) fn greatest(values: &[f32]) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; 64];
+        let (runs, rest) = values.as_chunks::<64>();
+        for run in runs {
+            for lane in 0..64 {
+                // Not `max`, which is not a single instruction.
+                lanes[lane] = if run[lane] > lanes[lane] { run[lane] } else { lanes[lane] };
+            }
+        }
+        lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
+    }
+
     /// Normalises rows of `weight.len()` elements.
     pub(crate) fn rms_rows(input: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
         let width = weight.len().max(1);

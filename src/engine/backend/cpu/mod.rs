@@ -491,11 +491,10 @@ fn finish<'op>(
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
     let (all, found) = (access.write(&job.logits)?, access.write(&job.found)?);
-    let [greatest, _, broken] = found else {
+    let [greatest, value, broken] = found else {
         return Err(DeviceError::new("there is no room for what is found"));
     };
-    // The whole row is read in place instead.
-    *greatest = f32::from_bits(u32::MAX);
+    let mut best = (f32::NEG_INFINITY, usize::MAX);
     let bias = access.read_some(job.bias.as_ref())?;
     for rows in job.said.iter() {
         let Some(logits) = all.get_mut(rows.clone()) else {
@@ -515,7 +514,15 @@ fn finish<'op>(
         if !float::all_finite(logits) {
             *broken = 1.0;
         }
+        let most = float::greatest(isa, logits);
+        if most > best.0
+            && let Some(at) = logits.iter().position(|logit| *logit == most)
+        {
+            best = (most, rows.start + at);
+        }
     }
+    *value = best.0;
+    *greatest = f32::from_bits(u32::try_from(best.1).unwrap_or(u32::MAX));
     Ok(())
 }
 
