@@ -444,8 +444,8 @@ impl LanguageModel for GgufModel {
         self.model.recover()
     }
 
-    fn mark_at(&mut self, position: u32, end: u32) {
-        self.model.mark_at(position, end);
+    fn mark_at(&mut self, end: u32) {
+        self.model.mark_at(end);
     }
 
     fn fork_at(&mut self, position: u32) {

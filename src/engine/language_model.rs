@@ -305,9 +305,9 @@ pub trait LanguageModel {
         0
     }
 
-    /// Marks `position` in the next pass, so that the sequence can be cut back to it while there is capacity for its
-    /// copy; for models that cannot be cut back anywhere. The next prompt is likely to diverge at `end`.
-    fn mark_at(&mut self, _position: u32, _end: u32) {}
+    /// Marks `end`, where the next prompt is likely to diverge, in the next pass, so that the sequence can be cut back to
+    /// it while there is capacity for its copy; for models that cannot be cut back anywhere.
+    fn mark_at(&mut self, _end: u32) {}
 
     /// As [`Self::mark_at`], where a prompt diverges from another conversation.
     fn fork_at(&mut self, _position: u32) {}

@@ -108,6 +108,19 @@ impl TextSide {
         most(tokens, bytes)
     }
 
+    /// The position in a prompt where its last message begins: templates begin each message, as they begin the answer,
+    /// with the same control token. `None` for a prompt without messages.
+    pub(super) fn last_message(&self, prompt: &[u32]) -> Option<u32> {
+        let is_control = |token: &u32| self.tokenizer.bytes(*token).is_empty();
+        let answer = prompt.iter().rposition(is_control)?;
+        let begins = prompt.get(answer)?;
+        let message = prompt
+            .iter()
+            .take(answer)
+            .rposition(|token| token == begins);
+        message.and_then(|message| u32::try_from(message).ok())
+    }
+
     /// The tokens of a request's prompt, and the mask of its answer.
     ///
     /// # Errors

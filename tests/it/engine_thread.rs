@@ -842,6 +842,36 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
 }
 
 #[test]
+fn a_second_conversation_goes_on_after_the_system_prompt_of_the_first() {
+    let Real { engine, handle, .. } = Real::new(Architecture::Qwen35);
+    handle.apply(1, real_plan(0..5, 2048, 16));
+    let system = "The lamp in the hall is on. ".repeat(4);
+    let asked = |id, client: &str, question: &str| {
+        let messages = vec![
+            ChatMessage::new(Role::System, &*system),
+            ChatMessage::new(Role::User, question),
+        ];
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(8)),
+            client: Some(client.into()),
+            ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(messages.into()))
+        };
+        collect(&mut handle.generate(request).unwrap())
+    };
+    let first = asked(1, "house", "Is the window open?");
+    let second = asked(2, "house", "Which rooms are dark, and which are not?");
+    let afresh = asked(3, "another", "Which rooms are dark, and which are not?");
+    let cached = [&first, &second, &afresh].map(|answer| answer.started.unwrap().1);
+    assert!(
+        cached[0] == 0 && cached[1] >= 100 && cached[2] == 0,
+        "{cached:?}"
+    );
+    assert_eq!(second.tokens, afresh.tokens);
+    handle.stop();
+    engine.join();
+}
+
+#[test]
 fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
         let (mut shared, alone) = (Real::new(architecture), Real::new(architecture));
@@ -992,7 +1022,7 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
         let mut kept = Vec::new();
         for stop in [1, 6, 11] {
             model.reset();
-            model.mark_at(16, 16);
+            model.mark_at(16);
             model
                 .forward(&prompt[..24], &mut || Flow::Continue)
                 .unwrap();

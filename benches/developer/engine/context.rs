@@ -292,8 +292,7 @@ impl Workbench<'_> {
             .map_err(|error| in_one_line(&error))?;
         let first = self.tokens(0, length);
         self.model.reset();
-        let end = length - PARTS_BEFORE;
-        self.model.mark_at(end / MARK_STEP * MARK_STEP, end);
+        self.model.mark_at(length - PARTS_BEFORE);
         let started = Instant::now();
         self.forward(&first)?;
         let took = started.elapsed().as_secs_f64();
@@ -348,7 +347,5 @@ const PROMPT: u32 = 100;
 /// Tokens of the first answer and of the next message: a spoken sentence each.
 const ANSWER: u32 = 16;
 const NEWS: u32 = 16;
-/// As in the engine's thread: templates diverge this many tokens before the end of a prompt, and marks lie at multiples
-/// of 64.
+/// As in the engine's thread: templates diverge this many tokens before the end of a prompt.
 const PARTS_BEFORE: u32 = 8;
-const MARK_STEP: u32 = 64;

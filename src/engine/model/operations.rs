@@ -521,11 +521,11 @@ impl Model {
         self.sequence.position
     }
 
-    /// Marks the sequence when the next pass reaches `position`, at or before the `end` where the next prompt is likely
-    /// to diverge from this one. With streamed layers the mark is at the last end of a chunk before it, since another
-    /// chunk would read the layers once more.
-    pub fn mark_at(&mut self, position: u32, end: u32) {
-        self.sequence.mark_at(position, end);
+    /// Marks the sequence when the next pass reaches `end`, where the next prompt is likely to diverge from this one.
+    /// With streamed layers the mark is at the last end of a chunk before it, since another chunk would read the layers
+    /// once more.
+    pub fn mark_at(&mut self, end: u32) {
+        self.sequence.mark_at(end);
     }
 
     /// Marks the sequence when the next pass reaches `position`, where its prompt diverges from another conversation,

@@ -622,12 +622,12 @@ impl Sequence {
         }
     }
 
-    /// Notes the `end` where the conversation's next prompt is likely to diverge from this one, and marks `position`,
-    /// at or before it. Only recurrent layers need a mark: the window usually still holds that position.
-    pub(super) fn mark_at(&mut self, position: u32, end: u32) {
+    /// Notes the `end` where the conversation's next prompt is likely to diverge from this one, and marks it. Only
+    /// recurrent layers need a mark: the window usually still holds that position.
+    pub(super) fn mark_at(&mut self, end: u32) {
         self.conversation.end = end;
         if self.needs_marks() {
-            self.marks.want_end(position);
+            self.marks.want_end(end);
         }
     }
 

@@ -174,11 +174,12 @@ impl Worker {
         let beside = model.kept_conversations().into();
         self.sequence.clear();
         self.sequence.extend(prompt.iter().take(kept as usize));
+        // Another conversation with the same system prompt diverges where the last message begins.
+        let fork = fork.or_else(|| text.last_message(&prompt).filter(|_| kept == 0));
         if let Some(fork) = fork {
             model.fork_at(fork);
         }
-        let end = ends_at(prompt.len());
-        model.mark_at(end / MARK_STEP * MARK_STEP, end);
+        model.mark_at(ends_at(prompt.len()));
         if !self.answers.is_empty() {
             model.expect(tokens.get());
         }
@@ -787,9 +788,6 @@ fn ends_at(prompt: usize) -> u32 {
 /// Tokens that the templates of Qwen3 and Qwen3.5 write before an answer but omit from the next prompt (`<think>`, a
 /// blank line, `</think>`, a blank line), with a margin for others.
 const ANSWER_BEGINS: usize = 8;
-/// Alignment of marks: the number of tokens that a recurrent layer computes at once, so that a prompt continued from a
-/// mark is divided as one read from the start.
-const MARK_STEP: u32 = 64;
 
 /// Interval of command points while a conversation is read back.
 const RELOAD_STEP: Duration = Duration::from_millis(1);

@@ -306,7 +306,7 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
         fresh.reset();
         let expected = fresh.forward(&prompt, &mut go()).unwrap().to_vec();
         let rest = &prompt[kept as usize..];
-        model.mark_at(kept + turn.mark, kept + turn.mark);
+        model.mark_at(kept + turn.mark);
         model.fork_at(kept + turn.fork);
         let mut logits = model.forward(rest, &mut go()).unwrap().to_vec();
         assert!(logits == expected, "{kept} tokens were kept");
@@ -349,7 +349,7 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
         let file = tiny(architecture, GgmlDType::Q8_0);
         let mut model = open_long(&file.path, &plan(0..4, 4096, 64), 2);
         let prompt: Vec<u32> = (0..200).map(|index| index * 7 % 300).collect();
-        model.mark_at(192, 192);
+        model.mark_at(192);
         model.forward(&prompt, &mut go()).unwrap();
         let held = model.breakdown();
         assert_eq!(

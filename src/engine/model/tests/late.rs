@@ -334,7 +334,7 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
         for model in [&mut plain, &mut model] {
             model.reset();
             let mut all = Vec::new();
-            model.mark_at(11, 11);
+            model.mark_at(11);
             model.forward(&prompt(), &mut || Flow::Continue).unwrap();
             all.push(model.keep(12));
             let logits = model.forward(&[3, 4], &mut || Flow::Continue).unwrap();

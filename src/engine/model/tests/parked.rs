@@ -78,7 +78,7 @@ impl Talk {
             self.model.fork_at(fork);
         }
         let end = u32::try_from(prompt.len()).unwrap().saturating_sub(8);
-        self.model.mark_at(end, end);
+        self.model.mark_at(end);
         assert_eq!(kept, self.model.position());
         self.held = prompt.to_vec();
         self.model

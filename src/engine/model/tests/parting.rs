@@ -55,7 +55,7 @@ fn read(model: &mut Model, common: u32, (conversation, length): (u32, u32), part
     if parts {
         model.fork_at(common);
     }
-    model.mark_at(length - 10, length - 10);
+    model.mark_at(length - 10);
     model
         .forward(&prompt(conversation, length)[kept as usize..], &mut || {
             Flow::Continue

@@ -30,7 +30,7 @@ fn talked(path: &Path) -> Talk {
             request: 0,
         };
         let kept = talk.model.select(&talk.held, asked).kept as usize;
-        talk.model.mark_at(192, 192);
+        talk.model.mark_at(192);
         talk.model
             .forward(&prompt[kept..], &mut || Flow::Continue)
             .unwrap();

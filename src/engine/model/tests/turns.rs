@@ -211,7 +211,7 @@ fn take_turns(path: &Path, turns: &[Turn], is_faulty: bool) -> u64 {
             talk.model.fork_at(fork);
         }
         let end = needed.saturating_sub(20);
-        talk.model.mark_at(end, end);
+        talk.model.mark_at(end);
         let flow = if turn.stops {
             Flow::Stop
         } else {
