@@ -664,6 +664,10 @@ impl Worker {
             }
             if number.is_multiple_of(SLICES_MEASURED) {
                 self.go_on();
+                let first = self.round_takes;
+                self.go_on();
+                // A delay of one pass must not lengthen the slices until the next measurement.
+                self.round_takes = self.round_takes.min(first);
                 continue;
             }
             let slice = self.sliced.map_or(SLICE_FIRST, |(tokens, spent)| {
@@ -831,5 +835,5 @@ const SLICE_MAX: f64 = 4096.0;
 const SLICE_SHARE: f64 = 0.8;
 /// Maximum growth from one slice to the next. Our choice.
 const SLICE_GROWTH: f64 = 2.0;
-/// Number of slices after which a pass without one is measured: a plan may have changed its time. Our choice.
+/// Number of slices after which two passes without one are measured: a plan may have changed their time. Our choice.
 const SLICES_MEASURED: usize = 32;
