@@ -10,6 +10,7 @@ mod chart;
 mod check;
 mod check_workers;
 mod config_file;
+mod decisions;
 pub mod demo;
 mod events;
 pub mod exit;

@@ -102,7 +102,13 @@ pub(super) fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
         EntryKind::Event => Content::Event(serde_json::from_str(body).ok()?),
         EntryKind::Action => Content::Action(serde_json::from_str(body).ok()?),
         EntryKind::Start => Content::Start(serde_json::from_str(body).ok()?),
-        EntryKind::Dropped | EntryKind::Unspecified => return None,
+        EntryKind::Dropped => Content::Dropped {
+            lines: serde_json::from_str::<Value>(body)
+                .ok()?
+                .get("lines")?
+                .as_u64()?,
+        },
+        EntryKind::Unspecified => return None,
     };
     let time = line.time.unwrap_or_default();
     Some(JournalEntry {

@@ -179,7 +179,7 @@ impl Kept {
     }
 
     fn line(&mut self, entry: &JournalEntry) {
-        if let Some(headline) = self.headlines.take(entry) {
+        for headline in self.headlines.take(entry) {
             self.marks.put(headline);
         }
     }
@@ -547,6 +547,7 @@ mod tests {
                 unix_us: sequence,
                 kind: cotenant_journal::HeadlineKind::Shed,
                 text: "ä".repeat(1000),
+                is_open: false,
                 outcome: None,
             });
         }

@@ -132,7 +132,7 @@ def story(browser, url, program, folder):
     again, behind = agree(page, program)
     late.append(behind)
     assert less["#owners"] != full["#owners"] == again["#owners"], (full, less, again)
-    expect(page.locator(".mark.growth").last).to_have_attribute("aria-label", re.compile("growing back .* after .* ms"), timeout=10_000)
+    expect(page.locator(".mark.growth").last).to_have_attribute("aria-label", re.compile("growing back .* applied after"), timeout=10_000)
     # by keyboard: from the last mark back to the shed
     page.locator(".mark[tabindex='0']").focus()
     for _ in range(20):
@@ -140,7 +140,7 @@ def story(browser, url, program, folder):
             break
         page.keyboard.press("ArrowLeft")
     expect(page.locator("#reading")).to_contain_text("an operator asked for 2 MiB; the engine sheds")
-    expect(page.locator("#reading")).to_contain_text(re.compile("applied after .* ms"))
+    expect(page.locator("#reading")).to_contain_text("applied after")
     # one line for the shed, with the lines of the journal below it
     shed = page.locator("#events details.shed", has_text="an operator asked for 2 MiB")
     expect(shed).to_have_count(1)

@@ -1,9 +1,8 @@
 //! Event lines of `top`: every event, or one line for each decision.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Instant};
 
-use crate::why;
-use cotenant_journal::Headlines;
+use crate::decisions::Decisions;
 use cotenant_rpc::v1::JournalEntry;
 
 /// Last events and decisions of one run of the supervisor, oldest first.
@@ -16,9 +15,7 @@ pub(super) struct EventList {
     /// Number of the selected line.
     pub selected: Option<u64>,
     every: VecDeque<JournalEntry>,
-    /// Decisions and requests, with their outcome in the summary once it is known.
-    decisions: VecDeque<JournalEntry>,
-    headlines: Headlines,
+    decisions: Decisions,
 }
 
 impl EventList {
@@ -26,7 +23,7 @@ impl EventList {
     pub(super) const fn lines(&self) -> &VecDeque<JournalEntry> {
         match self.shows_every {
             true => &self.every,
-            false => &self.decisions,
+            false => &self.decisions.lines,
         }
     }
 
@@ -36,28 +33,19 @@ impl EventList {
         if entry.name == "sampled" || entry.summary.is_empty() {
             return;
         }
-        if let Some(headline) = why::entry(entry.clone()).and_then(|it| self.headlines.take(&it)) {
-            let mut begun = self.decisions.iter_mut().rev();
-            if let Some(begun) = begun.find(|line| line.sequence == headline.sequence) {
-                begun.summary = headline.text;
-            } else if headline.sequence == entry.sequence {
-                let summary = headline.text;
-                push(
-                    &mut self.decisions,
-                    JournalEntry {
-                        summary,
-                        ..entry.clone()
-                    },
-                );
-            }
-        }
+        self.decisions.add(Instant::now(), &entry);
         // The answer to a request repeats the decision.
         if self
             .every
             .back()
             .is_none_or(|last| last.summary != entry.summary)
         {
-            push(&mut self.every, entry);
+            self.every.push_back(entry);
+        }
+        for lines in [&mut self.every, &mut self.decisions.lines] {
+            if lines.len() > LINES_KEPT {
+                lines.pop_front();
+            }
         }
     }
 
@@ -90,13 +78,6 @@ impl EventList {
         self.lines()
             .iter()
             .position(|line| line.sequence == selected)
-    }
-}
-
-fn push(lines: &mut VecDeque<JournalEntry>, line: JournalEntry) {
-    lines.push_back(line);
-    if lines.len() > LINES_KEPT {
-        lines.pop_front();
     }
 }
 

@@ -133,7 +133,11 @@ fn busy() -> Screen {
             ..GetStatusResponse::default()
         });
     for (sequence, summary, body) in [
-        (1, "shed 20 MiB from the LLM for `asr`", "{}"),
+        (
+            1,
+            "shed 20 MiB from the LLM for `asr`",
+            r#"{"event":"deadline_reached"}"#,
+        ),
         (
             2,
             "`asr` is wanted",
@@ -144,7 +148,7 @@ fn busy() -> Screen {
             "`asr` is ready",
             r#"{"event":"worker_ready","worker":"asr","pid":4711}"#,
         ),
-        (4, "`asr` is ready", "{}"),
+        (4, "`asr` is ready", r#"{"event":"deadline_reached"}"#),
         (
             5,
             "`tts` is wanted",
@@ -199,7 +203,7 @@ fn each_event_is_shown_once_and_readings_are_not() {
     let mut screen = busy();
     screen.events.add(JournalEntry {
         name: "sampled".to_owned(),
-        ..entry(6, "a reading", "{}")
+        ..entry(6, "a reading", r#"{"event":"deadline_reached"}"#)
     });
     assert_eq!(screen.events.lines().len(), 2);
     screen.press(KeyCode::Char('e'));

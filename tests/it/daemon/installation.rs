@@ -388,9 +388,9 @@ impl Installation {
         serde_json::from_str(&self.tell(&arguments)).unwrap()
     }
 
-    /// Returns the lines of `cotenant events` as text.
+    /// Returns each event and action as text.
     pub(super) fn events(&self) -> String {
-        self.tell(&["events"])
+        self.tell(&["events", "--verbose"])
     }
 
     /// Replays the whole journal: every decision must be identical.

@@ -114,9 +114,23 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     }
     let text = installation.events();
     assert!(
-        text.contains("an operator asked for 64 MiB") && text.contains("verified back"),
+        text.contains("an operator asked for 64 MiB") && text.contains("weighed candidates"),
         "{text}"
     );
+    // A decision and its outcome are one line, whose number `why` takes.
+    let text = installation.tell(&["events"]);
+    let about = |words: &str| -> Vec<&str> {
+        let lines = text.lines();
+        lines.filter(|line| line.contains(words)).collect()
+    };
+    let sheds = about("an operator asked for 64 MiB; the engine sheds");
+    assert_eq!(sheds.len(), 1, "{text}");
+    assert!(sheds[0].contains("applied after"), "{text}");
+    assert_eq!(about("weighed candidates"), [""; 0], "{text}");
+    assert_eq!(about("supervisor").len(), 1, "{text}");
+    let number = sheds[0].split_whitespace().next().unwrap();
+    let why = installation.tell(&["why", number]);
+    assert!(why.contains("weighed candidates"), "{why}");
     daemon.end().await;
 }
 
