@@ -10,7 +10,7 @@ use super::{
     error,
     raw::{self, Text},
 };
-use cotenant_policy::lease::Class;
+use cotenant_policy::{lease::Class, roles::Role};
 use cotenant_units::Tokens;
 
 /// A client of the HTTP APIs.
@@ -22,6 +22,8 @@ pub struct ClientConfig {
     pub key: Secret,
     /// Urgency of its LLM requests. Default `interactive`.
     pub class: Class,
+    /// What it may do from the page: `operator` or `viewer`. Default `viewer`.
+    pub role: Role,
     /// Limit on its concurrent requests. Default 16, 1 to 1000.
     pub requests_max: u32,
     /// Token limit of one answer. Default: as `llm.answer_tokens_max`; 1 to 1048576.
@@ -57,6 +59,7 @@ struct RawClient {
     name: Text,
     key: Text,
     class: Text,
+    role: Text,
     requests_max: Text,
     tokens_max: Text,
 }
@@ -81,6 +84,9 @@ pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
     };
     read().map_err(|kind| LoadError::new(path, kind))
 }
+
+/// Roles that a key may have.
+const ROLES: [(&str, Role); 2] = [("operator", Role::Operator), ("viewer", Role::Viewer)];
 
 fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKind> {
     let mut checker = Checker::default();
@@ -128,6 +134,9 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
             class: checker
                 .class(&at("class"), &raw.class)
                 .unwrap_or(Class::Interactive),
+            role: checker
+                .one_of(&at("role"), &raw.role, &ROLES)
+                .unwrap_or(Role::Viewer),
             requests_max: checker
                 .number(&at("requests_max"), &raw.requests_max, 1..=1000)
                 .unwrap_or(16),

@@ -229,6 +229,7 @@ pub(super) fn access_of(
                 Key::new(client.key.reveal().to_owned()),
             ),
             client.class,
+            client.role,
             client.requests_max,
             client.tokens_max,
             before.map(Arc::as_ref),

@@ -5,15 +5,17 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use futures_util::future::BoxFuture;
 use serde_json::{Value, json};
+use tokio::sync::oneshot;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
 use cotenant_http::backend::{
-    HistoryQuery, ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice,
+    Asked, HistoryQuery, ModelInfo, ModelKind, RunningAnswers, StatusBackend, Voice,
 };
 use cotenant_memory::emergency;
-use cotenant_policy::snapshot::Snapshot;
+use cotenant_policy::{event::Answer, snapshot::Snapshot};
 use cotenant_probe::{ProbeRoot, board::Board};
 use cotenant_rpc::{Supervisor as _, json};
 use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, NodeInfo, Tracer};
@@ -174,6 +176,16 @@ impl Names {
 }
 
 impl StatusBackend for Status {
+    fn ask(&self, asked: Asked) -> BoxFuture<'static, Option<Answer>> {
+        let ticket = self.control.ticket();
+        let (sender, receiver) = oneshot::channel();
+        let sent = self.control.submit(asked(ticket), Some((ticket, sender)));
+        Box::pin(async move {
+            sent.ok()?;
+            receiver.await.ok()
+        })
+    }
+
     fn snapshot(&self) -> Arc<Snapshot> {
         self.control.state()
     }

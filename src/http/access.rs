@@ -8,7 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fault::{Fault, shortened};
 use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
-use cotenant_policy::lease::Class;
+use cotenant_policy::{lease::Class, roles::Role};
 use cotenant_units::Tokens;
 
 /// Access rules of the APIs.
@@ -69,6 +69,8 @@ pub struct Client {
     key: Key,
     /// How urgent its requests are for the LLM.
     pub class: Class,
+    /// Operators may shed, regrow and restart workers; others only look.
+    pub role: Role,
     /// Most tokens of one answer.
     pub tokens_max: Option<Tokens>,
     requests_max: u32,
@@ -80,6 +82,7 @@ impl Client {
     pub fn new(
         (name, key): (&str, Key),
         class: Class,
+        role: Role,
         requests_max: u32,
         tokens_max: Option<Tokens>,
         before: Option<&Self>,
@@ -95,6 +98,7 @@ impl Client {
             name: name.into(),
             key,
             class,
+            role,
             tokens_max,
             requests_max,
             places: same.map_or_else(fresh, |same| Arc::clone(&same.places)),
@@ -120,12 +124,14 @@ impl PartialEq for Client {
             &self.name,
             &self.key,
             self.class,
+            self.role,
             self.tokens_max,
             self.requests_max,
         ) == (
             &other.name,
             &other.key,
             other.class,
+            other.role,
             other.tokens_max,
             other.requests_max,
         )
@@ -239,6 +245,7 @@ mod tests {
             Arc::new(Client::new(
                 (name, Key::new(key.to_owned())),
                 Class::Batch,
+                Role::Viewer,
                 1,
                 None,
                 None,
@@ -354,6 +361,7 @@ mod tests {
             Client::new(
                 ("a", Key::new("k".repeat(16))),
                 Class::Batch,
+                Role::Viewer,
                 limit,
                 None,
                 before,

@@ -15,7 +15,11 @@ pub use cotenant_conversation::{
     ToolCall, Usage,
 };
 use cotenant_conversation::{refusal::Refusal, refusals::not_configured, sinks::Sinks};
-use cotenant_policy::snapshot::Snapshot;
+use cotenant_policy::{
+    event::{Answer, Event},
+    lease::Ticket,
+    snapshot::Snapshot,
+};
 use cotenant_speech::{audio::MonoAudio, decoder::Decoder, embeddings::Embeddings};
 use cotenant_telemetry::{SpanContext, Tracer};
 use cotenant_units::{Bytes, Tokens};
@@ -352,8 +356,14 @@ pub struct EmbedRequest {
     pub truncate: bool,
 }
 
-/// State and metrics. No method blocks.
+/// An event with the ticket of its answer.
+pub type Asked = Box<dyn FnOnce(Ticket) -> Event + Send>;
+
+/// State, metrics and commands. No method blocks.
 pub trait StatusBackend: Send + Sync + 'static {
+    /// Sends an operator's command to the arbiter; returns its answer, or `None` if the supervisor cannot take it.
+    fn ask(&self, asked: Asked) -> BoxFuture<'static, Option<Answer>>;
+
     /// The arbiter's state after the last event.
     fn snapshot(&self) -> Arc<Snapshot>;
 

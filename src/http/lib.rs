@@ -34,6 +34,7 @@ mod numbers;
 mod ollama;
 mod ollama_wire;
 mod ollama_writer;
+mod operate;
 mod patience;
 mod realtime;
 mod responses;

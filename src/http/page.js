@@ -471,7 +471,7 @@ async function call(path, body, signal) {
     sessionStorage.removeItem(keyName);
     byId("key").hidden = false;
     byId("ask").hidden = true;
-    throw new Error(headers.Authorization ? "This API key is not accepted." : "The chat needs an API key.");
+    throw new Error(headers.Authorization ? "This API key is not accepted." : "This needs an API key.");
   }
   if (!answer.ok) {
     const fault = await answer.json().catch(() => ({}));
@@ -652,6 +652,54 @@ function wireChat() {
   });
 }
 
+// Commands of an operator; the outcome is a sentence.
+async function operate(command, what) {
+  const outcome = byId("outcome");
+  outcome.className = "soft";
+  say(outcome, `${what} …`);
+  try {
+    const { outcome: sentence } = await (await call("operate", command)).json();
+    say(outcome, `${what}: ${sentence}`);
+  } catch (fault) {
+    outcome.className = "bad";
+    say(outcome, fault.message);
+  }
+  refresh();
+}
+
+let restarting = null;
+function confirmRestart(worker) {
+  restarting = worker;
+  byId("confirm").hidden = !worker;
+  if (!worker) return;
+  say(byId("confirm-text"), `Restart worker ${worker}? Its requests fail.`);
+  byId("confirm-no").focus();
+}
+
+function wireOperator() {
+  byId("shed").addEventListener("submit", event => {
+    event.preventDefault();
+    const amount = byId("shed-size").valueAsNumber;
+    operate({ command: "shed", bytes: amount * 2 ** 20 }, `Shed ${amount} MiB`);
+  });
+  byId("regrow").addEventListener("click", () => operate({ command: "regrow" }, "Grow back"));
+  byId("confirm-no").addEventListener("click", () => confirmRestart(null));
+  byId("confirm-yes").addEventListener("click", () => {
+    operate({ command: "restart", worker: restarting }, `Restart ${restarting}`);
+    confirmRestart(null);
+  });
+}
+
+function showOperator({ mayOperate, engine, workers }) {
+  byId("operate").hidden = !mayOperate;
+  const there = engine && engine.state !== "ENGINE_STATE_ABSENT";
+  byId("shed").hidden = byId("regrow").hidden = !there;
+  each(byId("restarts"), "button", workers.filter(worker => worker.pid), (button, { name }) => {
+    say(button, `Restart ${name}`);
+    button.onclick = () => confirmRestart(name);
+  });
+}
+
 let lastSeen = null, failures = 0, timer = null, asking = false, historyAt = -Infinity;
 
 function lost(why) {
@@ -706,11 +754,13 @@ async function refresh() {
   showEngine(status.engine);
   showSparks();
   showTables(status);
+  showOperator(status);
   showEvents(status);
 }
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 addEventListener("online", refresh);
 prepareChart();
 wireChat();
+wireOperator();
 prepareChat();
 refresh();

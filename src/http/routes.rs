@@ -29,7 +29,7 @@ use super::{
     fault::{Fault, shortened},
     hosts::{self, Peer, Reach},
     memory::{RequestMemory, Who},
-    messages, ollama, realtime, responses, speech, status, tokens, transcription,
+    messages, ollama, operate, realtime, responses, speech, status, tokens, transcription,
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind};
 
@@ -58,6 +58,7 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/api/generate", post(ollama::generate))
         .layer(middleware::from_fn_with_state(api.clone(), admit))
         .route(SHOW, post(ollama::show))
+        .route(OPERATE, post(operate::operate))
         .route_layer(middleware::from_fn_with_state(api.clone(), receive));
     Router::new()
         .route("/", get(status::page))
@@ -196,8 +197,8 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
             _ => (api.request_memory(), limits.json_max),
         };
         let hold = |bytes| memory.hold(pool, "read the request", bytes);
-        // read-only requests take no place
-        let looks = parts.uri.path() == SHOW;
+        // neither a look nor a command waits for a place
+        let looks = matches!(parts.uri.path(), SHOW | OPERATE);
         let read = match if looks { Ok(()) } else { api.has_place(kind) } {
             Ok(()) => read_body(&parts.headers, body, api.body_limits(max), hold).await,
             Err(refusal) => Err(refusal.into()),
@@ -418,6 +419,7 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
 
 /// A POST endpoint that is read-only.
 const SHOW: &str = "/api/show";
+const OPERATE: &str = "/operate";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's limit between two bytes, in seconds; sent by OpenAI's SDKs.
 const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");

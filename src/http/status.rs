@@ -6,7 +6,7 @@ use std::{
 };
 
 use axum::{
-    Json,
+    Extension, Json,
     extract::{Path, RawQuery, State},
     http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{Html, IntoResponse, Response},
@@ -14,11 +14,12 @@ use axum::{
 use serde_json::{Value, json};
 
 use super::{
-    api::Api,
+    api::{Api, Meta},
     backend::{HistoryQuery, ModelInfo, ModelKind},
     fault::Fault,
     models::{task, unknown_model},
     ollama_writer::rfc3339,
+    operate::operator,
     stream::merged,
 };
 use cotenant_policy::{
@@ -269,8 +270,10 @@ fn in_prometheus_text(metrics: &str) -> String {
 }
 
 /// `GET /status.json`: the document of `cotenant status -o json`, with the last events.
-pub(super) async fn status_json(State(api): State<Api>) -> Response {
-    ([NO_STORE], Json(api.backends().status.document())).into_response()
+pub(super) async fn status_json(State(api): State<Api>, Extension(meta): Meta) -> Response {
+    let document = api.backends().status.document();
+    let rights = json!({"mayOperate": operator(&meta).is_some()});
+    ([NO_STORE], Json(merged(document, rights))).into_response()
 }
 
 /// `GET /history.json`: memory by owner, speed and decisions of the last hour. `?day`: of the last day, by minutes;
@@ -326,7 +329,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server;
 /// only a page of the same origin, such as that of a proxy with a path for it, may frame it.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-E4/5vKd/ICsfsSZ6X33ACpK8aRK7TFQvlKhcL9oeJAQ='; style-src 'sha256-q+y2f29Hm9+/wMm5afrZZgPI82nat7VAOeQXFy2vp84='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-JvlEPOpg9eLBjrNpNolm0rwM63eMHPvSv6fQWM5E760='; style-src 'sha256-W7XmtZaj78rCegdR4voSosUn32lWzHGx06IQonSf1IE='; \
                            connect-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 

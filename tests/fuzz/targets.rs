@@ -15,10 +15,10 @@ use cotenant::{
     http::{
         self, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
-            HistoryQuery, ModelInfo, ModelKind, Prompt, RunningAnswers, SpeechBackend,
-            SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
-            Transcript, Usage, Voice,
+            AnswerPart, Asked, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream,
+            FinishReason, HistoryQuery, ModelInfo, ModelKind, Prompt, RunningAnswers,
+            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
+            TranscribeRequest, Transcript, Usage, Voice,
         },
     },
     policy::snapshot::Snapshot,
@@ -623,6 +623,10 @@ static ANSWERS: LazyLock<RunningAnswers> =
     LazyLock::new(|| RunningAnswers::new(tokio::sync::watch::channel(Arc::default()).1));
 
 impl StatusBackend for Willing {
+    fn ask(&self, _asked: Asked) -> BoxFuture<'static, Option<cotenant::policy::event::Answer>> {
+        Box::pin(std::future::ready(None))
+    }
+
     fn answers(&self) -> &RunningAnswers {
         &ANSWERS
     }

@@ -486,6 +486,7 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
     assert_eq!(only_here("postMortems"), serde_json::json!([]));
     assert!(only_here("host").is_string());
     only_here("board");
+    assert_eq!(only_here("mayOperate"), false);
     let history = get(daemon.http, "/history.json").await.json();
     assert_eq!(history["stepSeconds"], 2);
     let mut marks = history["marks"].as_array().unwrap().iter();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cotenant::{
     http::{Access, Client, Key, Keyless, Limits},
-    policy::lease::Class,
+    policy::{lease::Class, roles::Role},
     units::Tokens,
 };
 use serde_json::json;
@@ -21,9 +21,15 @@ const KEY: (&str, &str) = ("authorization", "Bearer key-of-the-kitchen");
 
 async fn with_keys(keyless: Keyless) -> Open {
     let client = |name, key: &str, class, tokens| {
+        let role = if name == "study" {
+            Role::Operator
+        } else {
+            Role::Viewer
+        };
         Arc::new(Client::new(
             (name, Key::new(key.to_owned())),
             class,
+            role,
             1,
             tokens,
             None,
@@ -50,6 +56,63 @@ fn question() -> Vec<u8> {
     json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
         .to_string()
         .into_bytes()
+}
+
+#[tokio::test]
+async fn an_operators_key_commands_and_any_other_only_looks() {
+    let open = with_keys(Keyless::default()).await;
+    let operator = ("authorization", "Bearer key-of-the-study");
+    let password = ("authorization", "Basic bWU6a2V5LW9mLXRoZS1zdHVkeQ==");
+    let operate = async |header, body: serde_json::Value| {
+        let body = body.to_string().into_bytes();
+        post(open.address, "/operate", &[header], &body).await
+    };
+    let shed = json!({"command": "shed", "bytes": 16 << 20});
+    let done = operate(operator, shed.clone()).await;
+    assert_eq!(
+        (done.status, &done.json()["outcome"]),
+        (
+            200,
+            &json!("shed 16 MiB of 16 MiB; the engine holds 20 MiB")
+        )
+    );
+    let done = operate(operator, json!({"command": "regrow"})).await;
+    assert_eq!(done.json()["outcome"], "everything has its full size");
+    // A viewer's key is refused by name, and the password of a browser is no key here.
+    for (header, body, status, code) in [
+        (KEY, shed.clone(), 403, "role_missing"),
+        (password, shed, 401, "invalid_api_key"),
+        (
+            operator,
+            json!({"command": "restart", "worker": "asr"}),
+            400,
+            "invalid_value",
+        ),
+        (operator, json!({"command": "drain"}), 400, "invalid_type"),
+        (operator, json!({"command": "shed"}), 400, "invalid_type"),
+    ] {
+        let refused = operate(header, body.clone()).await;
+        assert_eq!(
+            (refused.status, refused.error_code().as_str()),
+            (status, code),
+            "{body}"
+        );
+        if status == 403 {
+            let message = refused.json()["error"]["message"].to_string();
+            assert!(
+                message.contains("client `kitchen` has the role viewer"),
+                "{message}"
+            );
+        }
+    }
+    for (header, may) in [(KEY, false), (operator, true), (password, true)] {
+        let mut connection = Connection::open(open.address).await;
+        connection
+            .send(&request("GET", "/status.json", &[header], b""))
+            .await;
+        let status = connection.answer().await;
+        assert_eq!(status.json()["mayOperate"], may, "{header:?}");
+    }
 }
 
 #[tokio::test]

@@ -14,14 +14,19 @@ use cotenant::{
     http::{
         Access, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EmbedRequest,
-            EmbeddingBackend, FinishReason, HistoryQuery, ModelInfo, ModelKind, Prompt,
-            RunningAnswers, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend,
+            AnswerPart, Asked, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream,
+            EmbedRequest, EmbeddingBackend, FinishReason, HistoryQuery, ModelInfo, ModelKind,
+            Prompt, RunningAnswers, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend,
             TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice, VoiceWish, Weights,
         },
         serve,
     },
-    policy::{pressure::PressureLevel, snapshot::Snapshot},
+    policy::{
+        event::{Answer, Done, Event, ShedOutcome},
+        lease::Ticket,
+        pressure::PressureLevel,
+        snapshot::Snapshot,
+    },
     speech::{decoder::Decoder, embeddings::Embeddings},
     telemetry::Tracer,
     units::{Bytes, Tokens},
@@ -368,6 +373,22 @@ struct ScriptedStatus {
 }
 
 impl StatusBackend for ScriptedStatus {
+    fn ask(&self, asked: Asked) -> BoxFuture<'static, Option<Answer>> {
+        let answer = match asked(Ticket(1)) {
+            Event::OperatorShed { bytes, .. } => Answer::Shed(ShedOutcome {
+                asked: bytes,
+                freed: bytes,
+                held: Bytes::from_mib(20),
+                limited_by: None,
+            }),
+            Event::OperatorRegrow { .. } => Answer::Done {
+                done: Done::FullSize,
+            },
+            event => panic!("{event:?}"),
+        };
+        Box::pin(std::future::ready(Some(answer)))
+    }
+
     fn answers(&self) -> &RunningAnswers {
         &self.script.answers.1
     }
