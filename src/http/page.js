@@ -423,7 +423,7 @@ function decisionsOf({ events = [], snapshotTime, uptime }) {
     return true;
   };
   return decisions.filter(decision => !isOutcome(decision)).map(({ time, lines, marks: heads }) => ({
-    time, lines, line: lines[0].sequence, kind: heads[0]?.kind || "",
+    time, lines, line: lines[0].sequence, kind: (heads.find(({ kind }) => kind !== "request" && kind !== "state") || heads[0])?.kind || "",
     text: heads.map(mark => mark.text).join("; ") || (lines.find(line => line.name === "decided") || lines[0]).summary,
   }));
 }

@@ -329,7 +329,7 @@ const NO_STORE: (header::HeaderName, HeaderValue) =
 
 /// Restricts the page to its own script and style, by their hashes (SHA-256, Base64), and to requests to this server;
 /// only a page of the same origin, such as that of a proxy with a path for it, may frame it.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-JvlEPOpg9eLBjrNpNolm0rwM63eMHPvSv6fQWM5E760='; style-src 'sha256-W7XmtZaj78rCegdR4voSosUn32lWzHGx06IQonSf1IE='; \
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-pTPUeg8cNFZ/bT2pHJHNLIE7wV8Xl0hbik9pqo6KJHM='; style-src 'sha256-W7XmtZaj78rCegdR4voSosUn32lWzHGx06IQonSf1IE='; \
                            connect-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
