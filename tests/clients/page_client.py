@@ -16,11 +16,20 @@ from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
+# keys of the daemon's file
+OPERATOR, VIEWER = "key-of-the-operator", "key-of-the-viewer"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
+def context_of(browser, key=OPERATOR, **options):
+    """A browser whose user has typed a key, as a password and into the form."""
+    context = browser.new_context(http_credentials={"username": "me", "password": key}, **options)
+    context.add_init_script(f"sessionStorage.setItem('cotenant key', '{key}')")
+    return context
+
+
 def opened(browser, url, faults, width, scheme, motion):
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion=motion)
+    context = context_of(browser, viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion=motion)
     page = context.new_page()
     # browsers ask for an icon, which this page lacks
     page.on("console", lambda message: "favicon" in message.location["url"] or faults.append(message.text))
@@ -61,7 +70,7 @@ def examine(browser, url):
     axe = Path(folder, "node_modules/axe-core/axe.min.js").read_text()
     for scheme in ("light", "dark"):
         # axe needs more than the page's policy allows
-        context = browser.new_context(viewport={"width": 390, "height": 900}, color_scheme=scheme, bypass_csp=True)
+        context = context_of(browser, viewport={"width": 390, "height": 900}, color_scheme=scheme, bypass_csp=True)
         page = context.new_page()
         page.goto(url)
         expect(page.locator("#model")).to_contain_text("LLM ", timeout=10_000)
@@ -153,6 +162,25 @@ def story(browser, url, program, folder):
     page.context.close()
 
 
+def operate(browser, url):
+    """An operator's key commands from the page, and a viewer's key only looks."""
+    context = context_of(browser, VIEWER)
+    page = context.new_page()
+    page.goto(url)
+    expect(page.locator("#model")).to_contain_text("LLM ", timeout=10_000)
+    expect(page.locator("#operate")).to_be_hidden()
+    context.close()
+    faults = []
+    page = opened(browser, url, faults, 1280, "light", "reduce")
+    page.fill("#shed-size", "1")
+    page.locator("#shed button").click()
+    expect(page.locator("#outcome")).to_contain_text("Shed 1 MiB: shed ", timeout=10_000)
+    page.locator("#regrow").click()
+    expect(page.locator("#outcome")).to_contain_text("Grow back: ", timeout=10_000)
+    assert not faults, faults
+    page.context.close()
+
+
 def reconnect(browser, url):
     page = opened(browser, url, [], 390, "light", "reduce")
     print("watching", flush=True)
@@ -174,6 +202,7 @@ def main():
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         look(browser, url, folder)
         story(browser, url, program, folder)
+        operate(browser, url)
         examine(browser, url)
         reconnect(browser, url)
         browser.close()

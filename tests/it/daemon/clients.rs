@@ -2,6 +2,7 @@
 
 use std::{
     ffi::OsStr,
+    os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Command, Output, Stdio},
     sync::atomic::{AtomicBool, Ordering},
@@ -262,6 +263,14 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     let sections = format!("{budget}{}", demo_model(1024));
     let mut installation = Installation::new(&sections);
     installation.prefer_release();
+    let keys = installation.path("keys.yaml");
+    let clients = "clients:\n  - {name: chief, key: key-of-the-operator, role: operator}\n  \
+                   - {name: kitchen, key: key-of-the-viewer}\n";
+    std::fs::write(&keys, clients).unwrap();
+    std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let text = std::fs::read_to_string(installation.config()).unwrap();
+    let with_keys = format!("http: {{keys_file: {}, ", keys.display());
+    std::fs::write(installation.config(), text.replace("http: {", &with_keys)).unwrap();
     let daemon = installation.start().await;
     daemon.whole().await;
     let address = daemon.http.to_string();
