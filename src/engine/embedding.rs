@@ -1,25 +1,47 @@
-//! A model that turns text into a vector: the state of the last token before the output head, of length 1.
+//! A model that turns text into a vector of length 1: from the states of an encoder, or the last one of a decoder.
 
 use std::path::Path;
 
 use super::{
+    encoder::Encoder,
     error::{ForwardError, LoadError},
     gguf::Header,
     model::{Model, ModelOptions},
     preemption::Flow,
-    tokenizer::{EncodeError, Tokenizer, TokenizerError},
+    tokenizer::{EncodeError, Tokenizer, TokenizerError, WordPieces},
 };
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
 use cotenant_units::{Tokens, vector::normalise};
 
 /// A model for embeddings, with all its layers in memory.
 pub struct Embedder {
-    model: Model,
-    tokenizer: Tokenizer,
-    /// Token that ends each text.
-    end: Option<u32>,
+    kind: Kind,
     /// Longest text in tokens.
-    context: u32,
+    context: usize,
+}
+
+enum Kind {
+    /// A decoder, whose vector is the state of the last token.
+    Decoder {
+        model: Box<Model>,
+        tokenizer: Box<Tokenizer>,
+        /// Token that ends each text.
+        end: Option<u32>,
+    },
+    /// An encoder.
+    Encoder {
+        model: Box<Encoder>,
+        tokenizer: WordPieces,
+        pooling: Pooling,
+    },
+}
+
+/// The vector of a text from the states of its tokens.
+#[derive(Clone, Copy)]
+enum Pooling {
+    First,
+    Last,
+    Mean,
 }
 
 /// A text as a vector.
@@ -35,12 +57,32 @@ impl Embedder {
     /// Opens a file for texts of up to `context` tokens, at most as many as the model supports.
     ///
     /// # Errors
-    /// When the engine cannot compute with the file, or its vectors are of other than the last token.
+    /// When the engine cannot compute with the file, or its vectors are made in an unsupported way.
     pub fn open(path: &Path, context: Tokens, threads: usize) -> Result<Self, OpenError> {
+        if let Some((model, header)) = Encoder::open(path, context, threads)? {
+            let pooling = match pooling(&header).unwrap_or(NONE) {
+                MEAN => Pooling::Mean,
+                FIRST => Pooling::First,
+                LAST => Pooling::Last,
+                pooling => {
+                    let supported = "1 (mean), 2 (first token) and 3 (last token)";
+                    return Err(OpenError::Pooling { pooling, supported });
+                }
+            };
+            let tokenizer = WordPieces::from_header(&header)?;
+            let context = model.context();
+            let kind = Kind::Encoder {
+                model: Box::new(model),
+                tokenizer,
+                pooling,
+            };
+            return Ok(Self { kind, context });
+        }
         let (shape, header) = Model::inspect(path, threads)?;
-        let pooling = pooling(&header);
-        if pooling != LAST {
-            return Err(OpenError::Pooling(pooling));
+        let pooling = pooling(&header).filter(|kind| ![NONE, LAST].contains(kind));
+        if let Some(pooling) = pooling {
+            let supported = "3 (last token)";
+            return Err(OpenError::Pooling { pooling, supported });
         }
         let context = context.min(shape.context_max);
         let block = shape.kv.block_tokens.get().max(1);
@@ -54,17 +96,19 @@ impl Embedder {
             context: Some(plan.kv_capacity),
             ..ModelOptions::for_threads(threads)
         };
-        let tokenizer = Tokenizer::from_header(&header)?;
+        let tokenizer = Box::new(Tokenizer::from_header(&header)?);
         let ends = header.bool("tokenizer.ggml.add_eos_token") == Some(true);
         let end = header.u32("tokenizer.ggml.eos_token_id");
         drop(header);
-        let mut model = Model::open(path, &plan, &options)?;
+        let mut model = Box::new(Model::open(path, &plan, &options)?);
         model.forget_lists();
         Ok(Self {
-            model,
-            tokenizer,
-            end: end.filter(|_| ends),
-            context: context.get(),
+            kind: Kind::Decoder {
+                model,
+                tokenizer,
+                end: end.filter(|_| ends),
+            },
+            context: context.get() as usize,
         })
     }
 
@@ -79,9 +123,15 @@ impl Embedder {
         dimensions: Option<u32>,
         truncate: bool,
     ) -> Result<Embedded, EmbedError> {
-        let mut tokens = self.tokenizer.encode(text)?;
-        self.tokenizer.begin(&mut tokens);
-        let limit = self.context as usize - usize::from(self.end.is_some());
+        let (mut tokens, end) = match &self.kind {
+            Kind::Decoder { tokenizer, end, .. } => {
+                let mut tokens = tokenizer.encode(text)?;
+                tokenizer.begin(&mut tokens);
+                (tokens, *end)
+            }
+            Kind::Encoder { tokenizer, .. } => (tokenizer.encode(text)?, Some(tokenizer.end())),
+        };
+        let limit = self.context.saturating_sub(usize::from(end.is_some()));
         if tokens.len() > limit {
             if !truncate {
                 return Err(EmbedError::TooLong {
@@ -91,9 +141,19 @@ impl Embedder {
             }
             tokens.truncate(limit);
         }
-        tokens.extend(self.end);
-        self.model.reset();
-        let state = self.model.forward_state(&tokens, &mut || Flow::Continue)?;
+        tokens.extend(end);
+        let state = match &mut self.kind {
+            Kind::Decoder { model, .. } => {
+                model.reset();
+                model
+                    .forward_state(&tokens, &mut || Flow::Continue)?
+                    .to_vec()
+            }
+            Kind::Encoder { model, pooling, .. } => {
+                let width = model.width();
+                pooling.of(model.states(&tokens)?, width)
+            }
+        };
         let wanted = dimensions.map_or(state.len(), |dimensions| dimensions as usize);
         let state = state.get(..wanted).ok_or(EmbedError::Dimensions {
             wanted,
@@ -108,13 +168,27 @@ impl Embedder {
     }
 }
 
+impl Pooling {
+    /// The vector from states of `width` elements.
+    fn of(self, states: &[f32], width: usize) -> Vec<f32> {
+        let mut rows = states.chunks_exact(width.max(1));
+        match self {
+            Self::First => rows.next().unwrap_or_default().to_vec(),
+            Self::Last => rows.next_back().unwrap_or_default().to_vec(),
+            // The sum has the direction of the mean.
+            Self::Mean => rows.fold(vec![0.0; width], |mut sum, row| {
+                sum.iter_mut()
+                    .zip(row)
+                    .for_each(|(sum, value)| *sum += value);
+                sum
+            }),
+        }
+    }
+}
+
 /// The pooling type of a file: llama.cpp's `LLAMA_POOLING_TYPE`. Files of models that generate text have none.
-fn pooling(header: &Header) -> u32 {
-    let key = format!("{}.pooling_type", header.architecture());
-    header
-        .u32(&key)
-        .filter(|kind| *kind != NONE)
-        .unwrap_or(LAST)
+fn pooling(header: &Header) -> Option<u32> {
+    header.u32(&format!("{}.pooling_type", header.architecture()))
 }
 
 /// A file that cannot be used for embeddings.
@@ -126,11 +200,24 @@ pub enum OpenError {
     /// Its tokenizer is unsupported.
     #[error("cannot read the tokenizer")]
     Tokenizer(#[from] TokenizerError),
-    /// Its vectors are made otherwise.
+    /// Its vectors are made otherwise, or it gives scores instead.
     #[error(
-        "pooling type {0} is not supported, only {LAST}, the last token (hint: run the model by `llama-server --embeddings` as worker)"
+        "pooling type {} is not supported, only {supported} (hint: run the model by `llama-server --embeddings` as worker)",
+        named(*pooling)
     )]
-    Pooling(u32),
+    Pooling {
+        /// Its pooling type.
+        pooling: u32,
+        /// The supported ones.
+        supported: &'static str,
+    },
+}
+
+/// A pooling type with its name.
+fn named(pooling: u32) -> String {
+    let names = ["none", "mean", "first token", "last token", "rank"];
+    let name = names.get(pooling as usize).unwrap_or(&"unknown");
+    format!("{pooling} ({name})")
 }
 
 /// A text that was not embedded.
@@ -169,6 +256,12 @@ impl EmbedError {
 
 /// llama.cpp's `LLAMA_POOLING_TYPE_NONE`: a vector for each token.
 const NONE: u32 = 0;
+
+/// llama.cpp's `LLAMA_POOLING_TYPE_MEAN`.
+const MEAN: u32 = 1;
+
+/// llama.cpp's `LLAMA_POOLING_TYPE_CLS`.
+const FIRST: u32 = 2;
 
 /// llama.cpp's `LLAMA_POOLING_TYPE_LAST`.
 const LAST: u32 = 3;

@@ -21,6 +21,7 @@ pub mod constraint;
 pub mod disk;
 mod drafts;
 pub mod embedding;
+mod encoder;
 mod engine_loop;
 pub mod error;
 pub mod generate;

@@ -18,6 +18,7 @@ use super::{
 use cotenant_policy::residency::LayerKind;
 use cotenant_units::{Bytes, Tokens};
 
+mod encoder;
 mod family;
 mod keys;
 mod layers;
@@ -26,6 +27,7 @@ mod rotary;
 mod rotation;
 mod tensors;
 
+pub use encoder::EncoderSpec;
 pub(super) use family::HeadNorms;
 pub use family::{
     Activation, Architecture, AttentionSpec, Beside, ConvolutionSpec, DeltaSpec, ExpertSpec,

@@ -347,6 +347,8 @@ pub struct Product {
 pub struct Attend<'a> {
     /// Constants.
     pub spec: AttentionSpec,
+    /// Whether a token sees no later one; otherwise each sees all of these rows.
+    pub is_causal: bool,
     /// Tokens seen by each token, itself included; `None` for all.
     pub window: Option<usize>,
     /// Position of dropped tokens after the first ones.

@@ -20,7 +20,7 @@ use cotenant_units::Tokens;
 ///
 /// # Errors
 /// When the file ends so, or cannot be read.
-pub(super) fn refuse_zeros(
+pub(crate) fn refuse_zeros(
     header: &Header,
     file: &WeightFile,
     watch: &DiskWatch,

@@ -436,6 +436,7 @@ impl Pass<'_, '_> {
         let of_rows = |width: usize| first * width..end * width;
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
+            is_causal: true,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
             gap: self.model.sequence.dropped.gap(local),
             // A query bias would have to be applied first; no family has both a bias and a temperature.

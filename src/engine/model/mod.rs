@@ -30,6 +30,7 @@ mod workspace;
 
 pub use batch::Span;
 pub use calibrate::PartTime;
+pub(crate) use damage::refuse_zeros;
 pub use experts::ExpertCounts;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions};

@@ -335,7 +335,7 @@ impl Keys<'_> {
     }
 
     /// Refuses heads whose values have another length (`key`) than their keys, or one that no kernel supports.
-    fn check_head(&self, key: &str, head_dim: usize) -> Result<(), LoadErrorKind> {
+    pub(super) fn check_head(&self, key: &str, head_dim: usize) -> Result<(), LoadErrorKind> {
         let value_dim = self.optional(key, HEAD_DIM_MAX)?.unwrap_or(head_dim);
         if value_dim == head_dim && head_dim > 0 && head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
             return Ok(());

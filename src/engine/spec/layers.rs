@@ -40,7 +40,7 @@ impl<'spec> LayerBuilder<'spec> {
     ) -> Result<LayerSpec, LoadErrorKind> {
         let width = self.width;
         let spec = self.attention.of_layers(local);
-        let (query, kv, projected) = (spec.query(), spec.kv(), spec.projected());
+        let (query, kv) = (spec.query(), spec.kv());
         let norms = architecture.norms();
         if norms.before {
             self.vector(Vector::MixerNorm, "attn_norm.weight", &[width])?;
@@ -48,40 +48,7 @@ impl<'spec> LayerBuilder<'spec> {
         if architecture.centres() {
             self.vector(Vector::MixerNormBias, "attn_norm.bias", &[width])?;
         }
-        let parts = [
-            (Role::Query, Vector::QueryBias, "attn_q", projected),
-            (Role::Key, Vector::KeyBias, "attn_k", kv),
-            (Role::Value, Vector::ValueBias, "attn_v", kv),
-        ];
-        let rows = parts.map(|(_, _, _, rows)| rows);
-        // Some converters store the three projections in one tensor, with their rows one after another.
-        let fused = self.find("attn_qkv.weight").is_some();
-        if fused {
-            let roles = [Role::Query, Role::Key, Role::Value];
-            self.parts(roles, "attn_qkv.weight", width, rows)?;
-        }
-        let fused_bias = self
-            .find("attn_qkv.bias")
-            .map(|info| self.bias_parts(info, rows))
-            .transpose()?;
-        let own = if borrows { 1 } else { parts.len() };
-        for (index, (role, bias, name, rows)) in parts.into_iter().take(own).enumerate() {
-            if !fused {
-                // Gemma 4 12B has no values in some layers: they are the projected keys.
-                let lacks = role == Role::Value && self.find("attn_v.weight").is_none();
-                let name = match lacks && architecture == Architecture::Gemma4 {
-                    true => "attn_k",
-                    false => name,
-                };
-                self.matrix(role, &format!("{name}.weight"), width, rows)?;
-            }
-            match fused_bias.as_ref().and_then(|parts| parts.get(index)) {
-                Some(part) => self.vectors.push((bias, part.clone())),
-                None => self.bias(bias, &format!("{name}.bias"), rows)?,
-            }
-        }
-        self.matrix(Role::Output, "attn_output.weight", query, width)?;
-        self.bias(Vector::OutputBias, "attn_output.bias", width)?;
+        self.projections(&spec, borrows, architecture == Architecture::Gemma4)?;
         let lengths = match norms.heads {
             HeadNorms::None => None,
             HeadNorms::Each => Some((spec.head_dim, spec.head_dim)),
@@ -107,6 +74,69 @@ impl<'spec> LayerBuilder<'spec> {
         self.feed_forward(architecture)?;
         self.layer_input()?;
         Ok(self.found(LayerKind::Attention, local, borrows))
+    }
+
+    /// A layer of an encoder after the norm before it, with a gate or without one in its feed-forward part.
+    pub(super) fn encoder(&mut self, has_gate: bool) -> Result<LayerSpec, LoadErrorKind> {
+        let (width, inner) = (self.width, self.feed_forward);
+        let spec = *self.attention;
+        self.projections(&spec, false, false)?;
+        self.vector(Vector::FfnNorm, "attn_output_norm.weight", &[width])?;
+        self.vector(Vector::FfnNormBias, "attn_output_norm.bias", &[width])?;
+        if has_gate {
+            self.matrix(Role::FfnGate, "ffn_gate.weight", width, inner)?;
+        }
+        self.matrix(Role::FfnUp, "ffn_up.weight", width, inner)?;
+        self.matrix(Role::FfnDown, "ffn_down.weight", inner, width)?;
+        self.bias(Vector::FfnUpBias, "ffn_up.bias", inner)?;
+        self.bias(Vector::FfnDownBias, "ffn_down.bias", width)?;
+        Ok(self.found(LayerKind::Attention, false, false))
+    }
+
+    /// Projections to queries, keys and values, and back; `borrows` says that only queries are projected.
+    fn projections(
+        &mut self,
+        spec: &AttentionSpec,
+        borrows: bool,
+        keys_are_values: bool,
+    ) -> Result<(), LoadErrorKind> {
+        let (width, kv) = (self.width, spec.kv());
+        let (query, projected) = (spec.query(), spec.projected());
+        let parts = [
+            (Role::Query, Vector::QueryBias, "attn_q", projected),
+            (Role::Key, Vector::KeyBias, "attn_k", kv),
+            (Role::Value, Vector::ValueBias, "attn_v", kv),
+        ];
+        let rows = parts.map(|(_, _, _, rows)| rows);
+        // Some converters store the three projections in one tensor, with their rows one after another.
+        let fused = self.find("attn_qkv.weight").is_some();
+        if fused {
+            let roles = [Role::Query, Role::Key, Role::Value];
+            self.parts(roles, "attn_qkv.weight", width, rows)?;
+        }
+        let fused_bias = self
+            .find("attn_qkv.bias")
+            .map(|info| self.bias_parts(info, rows))
+            .transpose()?;
+        let own = if borrows { 1 } else { parts.len() };
+        for (index, (role, bias, name, rows)) in parts.into_iter().take(own).enumerate() {
+            if !fused {
+                // Gemma 4 12B has no values in some layers: they are the projected keys.
+                let lacks = role == Role::Value && self.find("attn_v.weight").is_none();
+                let name = match lacks && keys_are_values {
+                    true => "attn_k",
+                    false => name,
+                };
+                self.matrix(role, &format!("{name}.weight"), width, rows)?;
+            }
+            match fused_bias.as_ref().and_then(|parts| parts.get(index)) {
+                Some(part) => self.vectors.push((bias, part.clone())),
+                None => self.bias(bias, &format!("{name}.bias"), rows)?,
+            }
+        }
+        self.matrix(Role::Output, "attn_output.weight", query, width)?;
+        self.bias(Vector::OutputBias, "attn_output.bias", width)?;
+        Ok(())
     }
 
     /// The block that drafts a token from the next one and the state before it; `None` if the file lacks it, or if it has

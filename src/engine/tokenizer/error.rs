@@ -45,6 +45,14 @@ pub enum TokenizerError {
         /// Value in the file.
         model: String,
     },
+    /// A vocabulary of another kind in an encoder.
+    #[error(
+        "cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; encoders are supported with `bert`"
+    )]
+    NotWordPieces {
+        /// Value in the file.
+        model: String,
+    },
     /// Unknown pre-tokenizer rules; with guessed ones the model would answer badly.
     #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {known}")]
     UnknownPre {
@@ -67,6 +75,9 @@ impl TokenizerError {
         match self {
             Self::UnknownModel { .. } | Self::UnknownPre { .. } => {
                 "use a model of the families Qwen, Llama, Gemma or Phi"
+            }
+            Self::NotWordPieces { .. } => {
+                "use an encoder with word pieces, for example all-MiniLM-L6-v2"
             }
             Self::Invalid { .. }
             | Self::Library { .. }

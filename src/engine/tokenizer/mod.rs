@@ -38,6 +38,7 @@ mod segments;
 mod sentence_pieces;
 mod stream;
 mod terms;
+mod word_pieces;
 
 pub use error::{EncodeError, TokenizerError};
 pub(super) use pieces::Pieces;
@@ -45,6 +46,7 @@ pub(super) use pieces::Pieces;
 pub(super) use literals::Literals;
 pub use stream::TextStream;
 pub use terms::byte_symbol;
+pub(super) use word_pieces::WordPieces;
 
 /// The vocabulary of a model and its rules.
 pub struct Tokenizer {

@@ -1,6 +1,7 @@
 //! The engine's model side on synthetic models: exactness, release, bad files.
 
 mod book;
+mod encoders;
 mod families;
 mod files;
 mod history;

@@ -76,6 +76,7 @@ pub(crate) fn attend<'op>(
             first: rows,
             end: rows + sequence.rows,
             position: sequence.position,
+            is_causal: job.is_causal,
             cache: Blocks {
                 space: access.region(&sequence.cells.space)?,
                 places: &sequence.cells.places,
@@ -109,9 +110,10 @@ pub(crate) fn attend<'op>(
     // Keys and values of this chunk, and preparation of its queries: one item per row.
     pool.run(rows, &|row| {
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
-        let Some((stretch, token)) = stretch_of(&stretches, row) else {
+        let Some(stretch) = stretch_of(&stretches, row) else {
             return;
         };
+        let token = stretch.token(row);
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
         let factor = job
@@ -212,7 +214,7 @@ pub(crate) fn attend<'op>(
                 let (vector, gate) = queries_of(index).split_at(dim);
                 // SAFETY: each row and head belongs to one item.
                 let target = unsafe { out.slice((row * heads + head) * dim, dim) };
-                let tokens = stretch_of(&stretches, row).map_or(0, |(_, token)| token + 1);
+                let tokens = stretch_of(&stretches, row).map_or(0, |stretch| stretch.seen(row));
                 Walk::new(vector, gate, tokens.saturating_sub(window)..tokens, target)
             })
             .collect();
@@ -222,12 +224,11 @@ pub(crate) fn attend<'op>(
             .filter_map(|stretch| {
                 let first = stretch.first.max(first_row);
                 let end = stretch.end.min(first_row + these);
-                let tokens = |row: usize| stretch.position + row - stretch.first;
                 (first < end).then(|| Read {
                     cache: &stretch.cache,
                     walks: (first - first_row) * count..(end - first_row) * count,
-                    unseen: (tokens(first) + 1).saturating_sub(window) / block_tokens,
-                    end: tokens(end),
+                    unseen: stretch.seen(first).saturating_sub(window) / block_tokens,
+                    end: stretch.seen(end - 1),
                 })
             })
             .collect();
@@ -315,16 +316,27 @@ struct Stretch<'op> {
     end: usize,
     /// Tokens before the first row.
     position: usize,
+    is_causal: bool,
     cache: Blocks<'op>,
 }
 
-/// The conversation of a row, and the row's position in it.
+impl Stretch<'_> {
+    /// Position of a row.
+    const fn token(&self, row: usize) -> usize {
+        self.position + row - self.first
+    }
+
+    /// Tokens that a row sees.
+    const fn seen(&self, row: usize) -> usize {
+        self.token(if self.is_causal { row } else { self.end - 1 }) + 1
+    }
+}
+
 fn stretch_of<'list, 'op>(
     stretches: &'list [Stretch<'op>],
     row: usize,
-) -> Option<(&'list Stretch<'op>, usize)> {
-    let stretch = stretches.iter().find(|stretch| row < stretch.end)?;
-    Some((stretch, stretch.position + row - stretch.first))
+) -> Option<&'list Stretch<'op>> {
+    stretches.iter().find(|stretch| row < stretch.end)
 }
 
 /// The queries of one conversation in an item, and the tokens that they read.

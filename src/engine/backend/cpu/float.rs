@@ -229,6 +229,13 @@ kernel! {
         }
     }
 
+    /// `gate = gelu(gate)`; there is no factor.
+    pub(crate) fn gelu_alone(gate: &mut [f32], _up: &[f32]) {
+        for g in gate.iter_mut() {
+            *g = gelu(*g);
+        }
+    }
+
     /// `gate = max(gate, 0)²`; there is no factor.
     pub(crate) fn relu_squared(gate: &mut [f32], _up: &[f32]) {
         for g in gate.iter_mut() {

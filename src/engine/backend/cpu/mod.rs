@@ -469,6 +469,7 @@ fn activate<'op>(
     let copying = Copying::new(isa, &job.prepare, (len / width, width), access)?;
     let kernel = match job.activation {
         Activation::Clamped => float::clamped_mul,
+        Activation::Gelu if job.up.is_none() => float::gelu_alone,
         Activation::Gelu => float::gelu_mul,
         Activation::ReluSquared => float::relu_squared,
         Activation::Silu => float::silu_mul,

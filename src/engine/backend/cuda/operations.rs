@@ -455,6 +455,9 @@ impl Launcher {
         let (dim, query) = (spec.head_dim, spec.heads * spec.head_dim);
         let step = if spec.gated { 2 * dim } else { dim };
         let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
+        if !job.is_causal {
+            return Err(DeviceError::new("no kernel attends to later tokens"));
+        }
         let Some([key, value]) = &job.stored else {
             return Err(DeviceError::new(
                 "no kernel attends to the keys of another layer",
