@@ -128,14 +128,12 @@ def a_model_shows_what_it_is(context):
 @check()
 def texts_become_vectors_where_a_model_for_them_is_there(context):
     names = [model.model for model in context.client.list().models]
-    model = next((name for name in names if "embedding" in context.client.show(name).capabilities), None)
-    if model is None:
-        return
-    found = context.client.embed(model=model, input=["turn on the light", "what time is it"], keep_alive="5m")
-    assert len(found.embeddings) == 2 and found.prompt_eval_count > 0, found
-    assert all(abs(sum(x * x for x in vector) - 1) < 1e-4 for vector in found.embeddings)
-    old = context.client.embeddings(model=model, prompt="turn on the light")
-    assert len(old.embedding) == len(found.embeddings[0])
+    for model in [name for name in names if "embedding" in context.client.show(name).capabilities]:
+        found = context.client.embed(model=model, input=["turn on the light", "what time is it"], keep_alive="5m")
+        assert len(found.embeddings) == 2 and found.prompt_eval_count > 0, found
+        assert all(abs(sum(x * x for x in vector) - 1) < 1e-4 for vector in found.embeddings)
+        old = context.client.embeddings(model=model, prompt="turn on the light")
+        assert len(old.embedding) == len(found.embeddings[0])
 
 
 @check()

@@ -339,25 +339,23 @@ def a_completion_goes_on_with_the_text(context):
 
 @check()
 def texts_become_vectors_where_a_model_for_them_is_there(context):
-    model = next((model.id for model in context.client.models.list() if model.task == "embedding"), None)
-    if model is None:
-        return
-    texts = ["turn on the light", "turn off the light"]
-    # The client requests base64 unless told otherwise.
-    coded = context.client.embeddings.create(model=model, input=texts)
-    plain = context.client.embeddings.create(model=model, input=texts, encoding_format="float")
-    for one, other in zip(coded.data, plain.data):
-        assert one.index == other.index
-        assert all(abs(a - b) < 1e-6 for a, b in zip(one.embedding, other.embedding, strict=True))
-    assert len(coded.data) == 2 and coded.usage.prompt_tokens > 0, coded.usage
-    short = context.client.embeddings.create(model=model, input=texts[0], dimensions=16)
-    assert len(short.data[0].embedding) == 16
-    try:
-        context.client.embeddings.create(model=model, input=[[1, 2, 3]])
-    except openai.BadRequestError as error:
-        assert error.param == "input", error
-    else:
-        raise AssertionError("tokens were taken for text")
+    for model in [model.id for model in context.client.models.list() if model.task == "embedding"]:
+        texts = ["turn on the light", "turn off the light"]
+        # The client requests base64 unless told otherwise.
+        coded = context.client.embeddings.create(model=model, input=texts)
+        plain = context.client.embeddings.create(model=model, input=texts, encoding_format="float")
+        for one, other in zip(coded.data, plain.data):
+            assert one.index == other.index
+            assert all(abs(a - b) < 1e-6 for a, b in zip(one.embedding, other.embedding, strict=True))
+        assert len(coded.data) == 2 and coded.usage.prompt_tokens > 0, coded.usage
+        short = context.client.embeddings.create(model=model, input=texts[0], dimensions=16)
+        assert len(short.data[0].embedding) == 16
+        try:
+            context.client.embeddings.create(model=model, input=[[1, 2, 3]])
+        except openai.BadRequestError as error:
+            assert error.param == "input", error
+        else:
+            raise AssertionError("tokens were taken for text")
 
 
 @check(speech=True)

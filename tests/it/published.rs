@@ -10,6 +10,14 @@ use std::{
     sync::OnceLock,
 };
 
+use candle_core::{
+    Device,
+    quantized::{
+        GgmlDType, QTensor,
+        gguf_file::{self, Value},
+    },
+    safetensors,
+};
 use cotenant::{
     engine::{
         Flow, Model, ModelOptions,
@@ -254,6 +262,137 @@ fn a_published_chat_model_is_read_as_llama_cpp_does_at_every_residency() {
 fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_residency() {
     is_read_as_llama_cpp_does(GEMMA3, "gemma3.json");
     embeds_as_llama_cpp_does(GEMMA3);
+}
+
+/// A vector of all-MiniLM-L6-v2.
+#[derive(Deserialize)]
+struct OfEncoder {
+    text: String,
+    tokens: u32,
+    /// By the published weights in 64 bits.
+    original: Vec<f32>,
+    /// By llama.cpp with matrices in F16.
+    llama: Vec<f32>,
+}
+
+/// Writes the published weights of all-MiniLM-L6-v2 as llama.cpp's converter does, with matrices of `dtype`.
+fn convert_minilm(from: &Path, to: &Path, dtype: GgmlDType) {
+    let words = fs::read_to_string(from.join("vocab.txt")).unwrap();
+    let is_special = |word: &str| ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].contains(&word);
+    let piece = |word: &str| match word.strip_prefix("##") {
+        Some(rest) => rest.to_owned(),
+        None if is_special(word) => word.to_owned(),
+        None => format!("\u{2581}{word}"),
+    };
+    let types = words
+        .lines()
+        .map(|word| if is_special(word) { 3 } else { 1 });
+    let pieces = words.lines().map(|word| Value::String(piece(word)));
+    let text = |text: &str| Value::String(text.to_owned());
+    let mut entries = vec![
+        ("general.architecture", text("bert")),
+        ("bert.attention.layer_norm_epsilon", Value::F32(1e-12)),
+        ("tokenizer.ggml.model", text("bert")),
+        ("tokenizer.ggml.tokens", Value::Array(pieces.collect())),
+        (
+            "tokenizer.ggml.token_type",
+            Value::Array(types.map(Value::I32).collect()),
+        ),
+    ];
+    let numbers = [
+        ("bert.block_count", 6),
+        ("bert.context_length", 512),
+        ("bert.embedding_length", 384),
+        ("bert.feed_forward_length", 1536),
+        ("bert.attention.head_count", 12),
+        ("bert.pooling_type", 1),
+    ];
+    entries.extend(numbers.map(|(key, number)| (key, Value::U32(number))));
+    let tensors = safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
+    // The longer of two names that begin alike first.
+    let names = [
+        ("embeddings.word_embeddings", "token_embd"),
+        ("embeddings.position_embeddings", "position_embd"),
+        ("embeddings.token_type_embeddings", "token_types"),
+        ("embeddings.LayerNorm", "token_embd_norm"),
+        ("encoder.layer.", "blk."),
+        ("attention.self.query", "attn_q"),
+        ("attention.self.key", "attn_k"),
+        ("attention.self.value", "attn_v"),
+        ("attention.output.dense", "attn_output"),
+        ("attention.output.LayerNorm", "attn_output_norm"),
+        ("intermediate.dense", "ffn_up"),
+        ("output.dense", "ffn_down"),
+        ("output.LayerNorm", "layer_output_norm"),
+    ];
+    let named = |name: &str| {
+        let replaced = |name: String, (theirs, ours): &(&str, &str)| name.replace(theirs, ours);
+        names.iter().fold(name.to_owned(), replaced)
+    };
+    let used = tensors
+        .iter()
+        .filter(|(name, _)| !name.starts_with("pooler") && !name.ends_with("position_ids"));
+    let converted: Vec<(String, QTensor)> = used
+        .map(|(name, tensor)| {
+            let name = named(name);
+            let is_matrix = tensor.rank() == 2
+                && !["position_embd.weight", "token_types.weight"].contains(&name.as_str());
+            let dtype = if is_matrix { dtype } else { GgmlDType::F32 };
+            (name, QTensor::quantize(tensor, dtype).unwrap())
+        })
+        .collect();
+    let entries: Vec<_> = entries.iter().map(|(key, value)| (*key, value)).collect();
+    let tensors: Vec<_> = converted
+        .iter()
+        .map(|(name, tensor)| (name.as_str(), tensor))
+        .collect();
+    gguf_file::write(&mut fs::File::create(to).unwrap(), &entries, &tensors).unwrap();
+}
+
+#[test]
+fn a_published_encoder_has_the_vectors_of_its_publisher_and_of_llama_cpp() {
+    let Some(folder) = models() else { return };
+    let references: Vec<OfEncoder> =
+        serde_json::from_str(&fs::read_to_string(fixture("minilm.json")).unwrap()).unwrap();
+    let own = tempfile::tempdir().unwrap();
+    let path = own.path().join("minilm.gguf");
+    // Weights of 8 bits are further from the publisher's than the arithmetic is.
+    for (dtype, least) in [(GgmlDType::F16, 0.9999), (GgmlDType::Q8_0, 0.998)] {
+        convert_minilm(&folder.join("all-MiniLM-L6-v2"), &path, dtype);
+        let mut model = Embedder::open(&path, Tokens::new(2048), 2).unwrap();
+        let found: Vec<Vec<f32>> = references
+            .iter()
+            .map(|reference| {
+                let found = model.embed(&reference.text, None, false).unwrap();
+                assert_eq!(found.tokens, reference.tokens, "{:?}", reference.text);
+                let vector = found.vector;
+                let near =
+                    [&reference.original, &reference.llama].map(|other| cosine(&vector, other));
+                println!("{dtype:?}, {} tokens: {near:?}", reference.tokens);
+                assert!(
+                    near.iter().all(|cosine| *cosine >= least),
+                    "{:?}: {near:?}",
+                    reference.text
+                );
+                vector
+            })
+            .collect();
+        // A cat on a mat is nearer to a kitten on a rug than to markets.
+        assert!(cosine(&found[0], &found[1]) > 0.4 && cosine(&found[0], &found[2]) < 0.2);
+        let long = "word ".repeat(511);
+        let refused = model.embed(&long, None, false).unwrap_err();
+        assert!(
+            matches!(
+                refused,
+                EmbedError::TooLong {
+                    tokens: 512,
+                    limit: 511
+                }
+            ),
+            "{refused}"
+        );
+        assert_eq!(model.embed(&long, None, true).unwrap().tokens, 512);
+    }
 }
 
 #[derive(Deserialize)]

@@ -26,7 +26,7 @@ use cotenant_speech::{client::Endpoint, embeddings::DIMENSIONS_MAX};
 /// Options of `cotenant worker embed`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EmbedOptions {
-    /// GGUF file whose vectors are the state of the last token, such as Qwen3-Embedding
+    /// GGUF file of an encoder (architecture bert or nomic-bert), or of a decoder such as Qwen3-Embedding
     #[arg(long, value_name = "FILE")]
     pub model: PathBuf,
     /// Port on loopback to listen on

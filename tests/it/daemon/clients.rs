@@ -11,7 +11,9 @@ use std::{
 
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use super::installation::{Daemon, Installation, asr, budget, demo_model, embedder, said, tts};
+use super::installation::{
+    Daemon, Installation, asr, budget, demo_model, embedder, encoder, said, tts,
+};
 use crate::support::speech_is_installed;
 
 /// Far longer than a client runs (10 s on an idle machine), so that only a hung one is abandoned.
@@ -128,7 +130,7 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     if !speech_is_installed() {
         return;
     }
-    let installation = installation(&format!("{}{}", speech_workers(), embedder()));
+    let installation = installation(&format!("{}{}{}", speech_workers(), embedder(), encoder()));
     let daemon = installation.start().await;
     daemon.whole().await;
     let say = ["--say".to_owned(), "turn on the kitchen light".to_owned()];

@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 
 use super::installation::{
-    Daemon, Installation, budget, demo_model, embedder, pid_of, worker, workers_ready,
+    Daemon, Installation, budget, demo_model, embedder, encoder, pid_of, worker, workers_ready,
 };
 use crate::http::client::{get, post_json};
 
@@ -137,5 +137,29 @@ async fn texts_become_vectors_by_a_worker_that_sleeps_and_is_started_again() {
     );
     installation.tell(&["start", "embedder"]);
     daemon.until("ready again", workers_ready).await;
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_encoder_serves_both_apis_with_its_own_limit() {
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{}",
+        budget(512),
+        demo_model(1024),
+        encoder()
+    ));
+    let daemon = installation.start().await;
+    daemon.until("ready", workers_ready).await;
+    let texts = ["turn on the light", "turn off the light"];
+    let found = vectors(&daemon, "encoder", &texts).await;
+    assert!(found[0] != found[1] && found.iter().all(|vector| vector.len() == 32));
+    let long = "light ".repeat(280);
+    let body = json!({"model": "encoder", "input": ["a", long]});
+    let refused = post_json(daemon.http, "/v1/embeddings", &body).await;
+    assert_eq!(refused.status, 400, "{}", refused.text());
+    let reason = "input[1]: the text has 281 tokens, the limit is 159";
+    assert!(refused.text().contains(reason), "{}", refused.text());
+    let cut = post_json(daemon.http, "/api/embed", &body).await;
+    assert_eq!(cut.status, 200, "{}", cut.text());
     daemon.end().await;
 }

@@ -124,6 +124,21 @@ pub(super) fn tts() -> String {
     .to_owned()
 }
 
+/// Returns an entry of `workers:` for vectors by an encoder.
+pub(super) fn encoder() -> String {
+    format!(
+        "  - name: encoder
+    role: embedding
+    argv: [\"${{SELF}}\", worker, embed, --model, {}, --port, \"${{PORT}}\", --threads, \"1\"]
+    restart: {{backoff: 50ms}}
+    memory: {{steady: 20MiB, peak: 40MiB, recycle_above: none}}
+",
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/fixtures/bert/bert.gguf")
+            .display()
+    )
+}
+
 /// Returns an entry of `workers:` for vectors by the demo model.
 pub(super) fn embedder() -> String {
     format!(
