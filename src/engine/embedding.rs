@@ -8,6 +8,7 @@ use super::{
     gguf::Header,
     model::{Model, ModelOptions},
     preemption::Flow,
+    spec::EncoderSpec,
     tokenizer::{EncodeError, Tokenizer, TokenizerError, WordPieces},
 };
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
@@ -60,16 +61,7 @@ impl Embedder {
     /// When the engine cannot compute with the file, or its vectors are made in an unsupported way.
     pub fn open(path: &Path, context: Tokens, threads: usize) -> Result<Self, OpenError> {
         if let Some((model, header)) = Encoder::open(path, context, threads)? {
-            let pooling = match pooling(&header).unwrap_or(NONE) {
-                MEAN => Pooling::Mean,
-                FIRST => Pooling::First,
-                LAST => Pooling::Last,
-                pooling => {
-                    let supported = "1 (mean), 2 (first token) and 3 (last token)";
-                    return Err(OpenError::Pooling { pooling, supported });
-                }
-            };
-            let tokenizer = WordPieces::from_header(&header)?;
+            let (pooling, tokenizer) = of_encoder(&header)?;
             let context = model.context();
             let kind = Kind::Encoder {
                 model: Box::new(model),
@@ -110,6 +102,19 @@ impl Embedder {
             },
             context: context.get() as usize,
         })
+    }
+
+    /// Whether the file at `path` is an encoder, by its header alone.
+    ///
+    /// # Errors
+    /// It is one that [`Self::open`] refuses, or the header cannot be read.
+    pub fn is_encoder(path: &Path) -> Result<bool, OpenError> {
+        let header = Header::read(path)?;
+        if !EncoderSpec::is_of(&header) {
+            return Ok(false);
+        }
+        EncoderSpec::read(&header).map_err(|kind| LoadError::new(path, kind))?;
+        of_encoder(&header).map(|_| true)
     }
 
     /// Embeds a text. With `dimensions` its vector has only the first so many numbers, which models that are trained
@@ -166,6 +171,20 @@ impl Embedder {
             tokens: u32::try_from(tokens.len()).unwrap_or(u32::MAX),
         })
     }
+}
+
+/// The pooling and the tokenizer of an encoder.
+fn of_encoder(header: &Header) -> Result<(Pooling, WordPieces), OpenError> {
+    let pooling = match pooling(header).unwrap_or(NONE) {
+        MEAN => Pooling::Mean,
+        FIRST => Pooling::First,
+        LAST => Pooling::Last,
+        pooling => {
+            let supported = "1 (mean), 2 (first token) and 3 (last token)";
+            return Err(OpenError::Pooling { pooling, supported });
+        }
+    };
+    Ok((pooling, WordPieces::from_header(header)?))
 }
 
 impl Pooling {

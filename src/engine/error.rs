@@ -428,6 +428,9 @@ impl LoadErrorKind {
     }
 }
 
+/// Hint of encoders.
+const OF_VECTORS: &str = "it makes vectors of texts: run it as a worker by `cotenant worker embed`";
+
 /// The supported file closest to one of an unsupported family.
 fn nearest_family(architecture: &str) -> &'static str {
     let families = [
@@ -439,6 +442,8 @@ fn nearest_family(architecture: &str) -> &'static str {
             "deepseek",
             "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M",
         ),
+        ("bert", OF_VECTORS),
+        ("nomic-bert", OF_VECTORS),
         ("gemma", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
         (
             "gptoss",

@@ -31,7 +31,10 @@ use super::{
     plan::{Planned, calibrate::threads_here},
     stage::TemporaryFolder,
 };
-use cotenant_engine::{Engine, Header, LoadError};
+use cotenant_engine::{
+    Engine, Header, LoadError,
+    embedding::{Embedder, OpenError},
+};
 use cotenant_units::Bytes;
 
 /// Arguments of `pull`.
@@ -60,6 +63,8 @@ pub struct PullArgs {
 struct Pulled {
     /// Path, length and SHA-256 of each file, and whether the SHA-256 was known before.
     files: Vec<(PathBuf, u64, String, bool)>,
+    /// Whether it makes vectors of texts.
+    is_encoder: bool,
 }
 
 /// Fetches a model; exit code 78 when it cannot be loaded on this machine.
@@ -106,7 +111,13 @@ impl Pulled {
             ));
         }
         if let Some((path, ..)) = self.files.first() {
-            text.push_str(&format!("to run it, set `llm.path: {}`\n", path.display()));
+            let path = path.display();
+            text.push_str(&match self.is_encoder {
+                true => {
+                    format!("to run it, add a worker: `cotenant worker embed --model {path}`\n")
+                }
+                false => format!("to run it, set `llm.path: {path}`\n"),
+            });
         }
         text
     }
@@ -159,8 +170,11 @@ fn pull(
         leave_as_found(&downloads, &had)?;
         return Err(error);
     }
-    match plan(&mut downloads, &mut meter)? {
-        Ok(planned) => {
+    let planned = plan(&mut downloads, &mut meter)?;
+    let is_encoder = matches!(planned, Ok(None));
+    match planned {
+        Ok(None) => {}
+        Ok(Some(planned)) => {
             show(&planned)?;
             if !planned.works() {
                 let act = format!("it does not fit: {}", planned.verdict());
@@ -193,7 +207,7 @@ fn pull(
     for download in downloads.iter_mut().rev() {
         download.finish()?;
     }
-    Ok(Pulled { files })
+    Ok(Pulled { files, is_encoder })
 }
 
 /// Removes what was begun by this call.
@@ -224,12 +238,12 @@ fn refuse(
     Err(error.with_hint(hint))
 }
 
-/// The plan of a model on this machine, from the headers of its files; the inner error is a model that cannot be
-/// loaded here.
+/// The plan of a model on this machine, from the headers of its files, unless it is an encoder, which is no LLM; the
+/// inner error is a model that cannot be loaded here.
 fn plan(
     downloads: &mut [Download<'_>],
     meter: &mut Meter,
-) -> Result<Result<Planned, CliError>, CliError> {
+) -> Result<Result<Option<Planned>, CliError>, CliError> {
     let folder = TemporaryFolder::new("cotenant-pull")
         .map_err(|error| CliError::failed("cannot create a temporary folder", error))?;
     let is_several = downloads.len() > 1;
@@ -260,12 +274,21 @@ fn plan(
     let Some(first) = downloads.first() else {
         return Err(CliError::plain("the hub lists no file", exit::FAILED));
     };
-    match Engine::foresee(
-        &folder.path().join(&first.source().name),
-        None,
-        threads_here(),
-    ) {
-        Ok(inspected) => Planned::here(inspected).map(Ok),
+    let path = folder.path().join(&first.source().name);
+    match Embedder::is_encoder(&path) {
+        Ok(true) => return Ok(Ok(None)),
+        Err(OpenError::Load(error)) => return Ok(Err(unloadable(first, &error))),
+        Err(error) => {
+            let act = format!(
+                "this machine cannot load `{}`: {error}",
+                first.source().name
+            );
+            return Ok(Err(CliError::plain(act, exit::CONFIG)));
+        }
+        Ok(false) => {}
+    }
+    match Engine::foresee(&path, None, threads_here()) {
+        Ok(inspected) => Planned::here(inspected).map(|planned| Ok(Some(planned))),
         Err(error) => Ok(Err(unloadable(first, &error))),
     }
 }

@@ -566,6 +566,32 @@ fn a_model_in_parts_of_which_one_is_another_file_leaves_nothing() {
 }
 
 #[test]
+fn an_encoder_is_fetched_without_a_plan_and_refused_if_it_gives_no_vectors() {
+    let fixture = "../../tests/fixtures/bert/bert.gguf";
+    let file = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture)).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let served = file.clone();
+    let server = hub(&file, move |request| Reply::range(request, &served));
+    let pulled = pull(&server, REFERENCE, &folder).unwrap();
+    is_there(&folder, FILE, &file);
+    let said = pulled.text();
+    assert!(said.contains("`cotenant worker embed --model "), "{said}");
+
+    let mut ranks = file;
+    let key = b"bert.pooling_type";
+    let at = ranks.windows(key.len()).position(|window| window == key);
+    ranks[at.unwrap() + key.len() + 4] = 4;
+    let served = ranks.clone();
+    let server = hub(&ranks, move |request| Reply::range(request, &served));
+    let folder = tempfile::tempdir().unwrap();
+    refused(
+        pull(&server, REFERENCE, &folder),
+        &["pooling type 4 (rank) is not supported", "--force"],
+    );
+    assert!(names(&folder).is_empty());
+}
+
+#[test]
 fn a_model_that_cannot_be_loaded_is_refused_before_its_weights() {
     let mut file = model(8);
     let name = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama";
