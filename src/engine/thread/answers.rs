@@ -662,7 +662,10 @@ impl Worker {
                 self.forward(answer.id, rest, answer.is_greedy())?;
                 break;
             }
-            if number.is_multiple_of(SLICES_MEASURED) {
+            let slice = self.sliced.map_or(SLICE_FIRST, |(tokens, spent)| {
+                slice_for(tokens, spent, self.round_takes)
+            });
+            if number.is_multiple_of(SLICES_MEASURED) && rest.len() > slice {
                 self.go_on();
                 let first = self.round_takes;
                 self.go_on();
@@ -670,9 +673,6 @@ impl Worker {
                 self.round_takes = self.round_takes.min(first);
                 continue;
             }
-            let slice = self.sliced.map_or(SLICE_FIRST, |(tokens, spent)| {
-                slice_for(tokens, spent, self.round_takes)
-            });
             let passes = Instant::now();
             self.take_commands();
             self.end_what_has_ended();

@@ -35,7 +35,7 @@ fn spoken(id: u64, number: u64) -> GenerateRequest {
             seed: number,
             ..Sampling::GREEDY
         },
-        max_tokens: Some(Tokens::new(20 + 5 * u32::try_from(number).unwrap())),
+        max_tokens: Some(Tokens::new(60 + 5 * u32::try_from(number).unwrap())),
         client: number
             .is_multiple_of(2)
             .then(|| format!("client {number}").into()),
