@@ -226,13 +226,6 @@ impl View {
         self.len
     }
 
-    /// The first `floats` of it.
-    #[must_use]
-    pub fn first(mut self, floats: usize) -> Self {
-        self.len = self.len.min(floats.saturating_mul(4));
-        self
-    }
-
     /// `len` bytes of it from `offset`.
     #[must_use]
     pub fn part(&self, offset: usize, len: usize) -> Self {

@@ -407,7 +407,7 @@ pub struct Attended<'a> {
     /// Tokens in the cache before them.
     pub position: usize,
     /// Their blocks of the cache, which is the same for all conversations, with room for `position + rows` tokens.
-    /// Conversations with a common prefix share its blocks.
+    /// Conversations with a common prefix share its blocks, but none to which these rows are written.
     pub cells: Cells<'a>,
     /// Index of their flag.
     pub flag: usize,

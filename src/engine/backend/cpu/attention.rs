@@ -172,8 +172,9 @@ pub(crate) fn attend<'op>(
             ] {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
-                    // SAFETY: each token has its own place in the block, only this row's item writes it, none reads it
-                    // before all items are done, and one operation is executed at a time.
+                    // SAFETY: each token has its own place in the block, and conversations share no block that one of
+                    // them writes; so only this row's item writes it, none reads it before all items are done, and one
+                    // operation is executed at a time.
                     let target =
                         unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
                     cells::store(isa, kind, source, bias, target);
