@@ -32,6 +32,14 @@ pub struct Events {
 }
 
 pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError> {
+    tokio::select! {
+        ended = print_all(global, events) => ended,
+        // A quiet supervisor gives no line whose writing would fail.
+        () = output::closed(), if events.follow => Err(CliError::OutputClosed),
+    }
+}
+
+async fn print_all(global: &Global, events: &Events) -> Result<(), CliError> {
     let mut seen = Seen {
         sequence: events.after,
         boot_id: String::new(),

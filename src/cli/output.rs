@@ -8,6 +8,7 @@ use std::{
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
+use tokio::io::{Interest, unix::AsyncFd};
 
 use super::exit::{CliError, escaped};
 use cotenant_journal::{self as journal, Contents};
@@ -61,6 +62,16 @@ fn write_raw(text: &str) -> Result<(), CliError> {
     stdout.write_all(text.as_bytes())?;
     stdout.flush()?;
     Ok(())
+}
+
+/// Waits until the reader of a pipe at stdout has closed it; forever if stdout is a file.
+pub(super) async fn closed() {
+    // SAFETY: nothing in this program closes or replaces stdout.
+    let watched = unsafe { AsyncFd::register_with_interest(io::stdout(), Interest::ERROR) };
+    match watched {
+        Ok(stdout) if stdout.ready(Interest::ERROR).await.is_ok() => {}
+        _ => std::future::pending().await,
+    }
 }
 
 /// Converts keys to the form of proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
