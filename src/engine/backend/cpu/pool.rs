@@ -10,7 +10,7 @@
 //!
 //! A thread preempted within an item delays all others for the competing process's time slice, which equals some
 //! hundred items. A waiting thread therefore migrates it to the processor that would otherwise idle: there it finishes
-//! within microseconds. It is then excluded for some milliseconds, so that it does not share a processor with the
+//! within microseconds. It is then excluded, for up to some milliseconds, so that it does not share a processor with the
 //! thread that made room for it, and returns on another processor. With a competing process on one of two processors
 //! the other one is thus always busy, and the remaining time of the first is used as well. Two threads on one processor
 //! are separated in the same way.
@@ -40,6 +40,8 @@ pub(crate) struct Pool {
     present: Vec<usize>,
     /// When excluded threads return.
     apart_until: Option<Instant>,
+    /// Duration of the last exclusion, and its end.
+    pause: (Duration, Option<Instant>),
 }
 
 /// A piece of work: called once for each index below the total, with the number of the thread.
@@ -177,6 +179,7 @@ impl Pool {
             threads: Vec::new(),
             present: Vec::with_capacity(threads.max(1)),
             apart_until: None,
+            pause: (PAUSE_MIN, None),
         };
         for index in 1..threads.max(1) {
             let shared = Arc::clone(&pool.shared);
@@ -223,8 +226,8 @@ impl Pool {
         let present = stretches.filter(|(_, stretch)| !stretch.apart.load(Ordering::Relaxed));
         self.present.clear();
         self.present.extend(present.map(|(index, _)| index));
-        if self.present.len() < self.threads() && self.apart_until.is_none() {
-            self.apart_until = Some(Instant::now() + PAUSE);
+        if self.present.len() < self.threads() {
+            self.exclude();
         }
         if total <= 1 || self.present.len() <= 1 {
             (0..total).for_each(|item| work(0, item));
@@ -272,8 +275,8 @@ impl Pool {
             own.settle();
         }
         let is_apart = |stretch: &Stretch| stretch.apart.load(Ordering::Relaxed);
-        if self.apart_until.is_none() && shared.stretches.iter().any(is_apart) {
-            self.apart_until = Some(Instant::now() + PAUSE);
+        if shared.stretches.iter().any(is_apart) {
+            self.exclude();
         }
         // Indices beyond `u32` do not occur; any such item would be executed here.
         (usize::try_from(items).unwrap_or(total)..total).for_each(|item| work(0, item));
@@ -282,9 +285,25 @@ impl Pool {
         }
     }
 
+    /// Determines when the excluded threads return: soon, unless the last ones returned too soon.
+    fn exclude(&mut self) {
+        if self.apart_until.is_some() {
+            return;
+        }
+        let now = Instant::now();
+        let (last, ended) = self.pause;
+        let pause = match ended {
+            Some(ended) if now.duration_since(ended) < last => (2 * last).min(PAUSE_MAX),
+            _ => PAUSE_MIN,
+        };
+        self.pause = (pause, None);
+        self.apart_until = Some(now + pause);
+    }
+
     /// Readmits excluded threads, on a processor that no other thread uses.
     fn come_back(&mut self) {
         self.apart_until = None;
+        self.pause.1 = Some(Instant::now());
         let shared = &*self.shared;
         let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) = shared
             .stretches
@@ -544,8 +563,10 @@ const SPINS: u32 = 1000;
 const STALL: Duration = Duration::from_micros(20);
 /// Polling interval of the caller while it waits for the last items.
 const AWAKE: Duration = Duration::from_millis(1);
-/// Duration of an exclusion: about one time slice, in which its processor is unavailable anyway.
-const PAUSE: Duration = Duration::from_millis(4);
+/// Duration of an exclusion: a thread that wrote to a socket needs its processor for some 50 µs.
+const PAUSE_MIN: Duration = Duration::from_micros(250);
+/// Longest exclusion: about one time slice, in which another program has its processor.
+const PAUSE_MAX: Duration = Duration::from_millis(4);
 
 #[cfg(test)]
 mod tests {
