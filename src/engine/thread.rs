@@ -272,10 +272,11 @@ impl Worker {
                     }
                 }
             } else {
-                if let Some(queued) = self.joining() {
-                    self.start(queued);
+                match self.joining() {
+                    // The others proceed while its prompt is read.
+                    Some(queued) => self.start(queued),
+                    None => self.go_on(),
                 }
-                self.go_on();
             }
             self.note_returned();
             if self.answers.is_empty() {

@@ -14,6 +14,8 @@
 //! | one | its next token; with it, tokens that its form forces or a draft proposes |
 //! | several | the next tokens of each, up to the maximum of answers in a pass |
 //! | several, and a prompt | the same, and a slice of the prompt |
+//!
+//! The last few tokens of a prompt whose beginning is in the cache need no slices: they are the next tokens of its answer.
 
 use std::{
     ops::ControlFlow,
@@ -90,10 +92,9 @@ impl Worker {
             }
         };
         self.allow_dropping(answer.sinks);
-        let read = self.read_prompt(&text, &answer);
-        let said = match read {
-            ControlFlow::Continue(()) => self.say(&text, &mut answer),
-            ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
+        let said = match self.read_prompt(&text, &mut answer) {
+            ControlFlow::Continue(()) if answer.next.is_empty() => self.say(&text, &mut answer),
+            read => read,
         };
         match said {
             ControlFlow::Break(outcome) => self.end(answer, outcome),
@@ -143,8 +144,9 @@ impl Worker {
         }))
     }
 
-    /// Extends the sequence to the end of a request's prompt, while the other answers proceed.
-    fn read_prompt(&mut self, text: &TextSide, answer: &Answer) -> ControlFlow<Outcome> {
+    /// Extends the sequence to the end of a request's prompt, while the other answers proceed; or makes the answer a lane
+    /// whose next tokens are the rest of the prompt.
+    fn read_prompt(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
         let id = answer.id;
         let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.of_mut(id)) else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
@@ -188,6 +190,17 @@ impl Worker {
         self.engine_loop.state.kept = beside;
         self.engine_loop.reused(id, cached, held);
         let fresh = prompt.get(kept as usize..).unwrap_or_default();
+        if !self.answers.is_empty() && fresh.len() <= ANSWER_BEGINS {
+            answer.lane = model.set_aside(&self.sequence);
+        }
+        if answer.lane.is_some() {
+            answer.tokens = std::mem::take(&mut self.sequence);
+            answer.next = fresh.to_vec();
+            model.expect(0);
+            self.engine_loop
+                .prefilled(position_of(fresh), Duration::ZERO);
+            return ControlFlow::Continue(());
+        }
         self.reads = true;
         let read = self.read_slices(text, fresh, answer);
         self.reads = false;
