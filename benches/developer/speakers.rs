@@ -195,6 +195,9 @@ async fn long_prompt(
     report: &mut Report,
 ) -> Result<(), String> {
     let talk = vec![system(args), user(&question(50, 1000))];
+    let most = |answer: &Answer| answer.gaps.iter().copied().fold(0.0, f64::max);
+    let usual = |answer: &Answer| median(&answer.gaps).unwrap_or_default();
+    let alone = generate(channel.clone(), talk.clone(), LONG_ANSWER).await?;
     let writes = tokio::spawn(generate(channel.clone(), talk, LONG_ANSWER));
     tokio::time::sleep(Duration::from_millis(300)).await;
     let long = vec![user(&format!(
@@ -204,8 +207,6 @@ async fn long_prompt(
     ))];
     let read = generate(channel.clone(), long, 4).await?;
     let written = writes.await.map_err(|error| error.to_string())??;
-    let usual = median(&written.gaps).unwrap_or_default();
-    let most = written.gaps.iter().copied().fold(0.0, f64::max);
     report.figure(
         "tokens of a prompt that comes meanwhile",
         "",
@@ -221,8 +222,14 @@ async fn long_prompt(
     report.figure(
         "greatest time between two tokens, over the usual",
         "",
-        most / usual,
+        most(&written) / usual(&written),
         Some(Limit::AtMost(2.0)),
+    );
+    report.figure(
+        "the same without a prompt that comes",
+        "",
+        most(&alone) / usual(&alone),
+        None,
     );
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Attention layer: head norms, rotation, storing and attending over cache blocks.
 
-use std::{ops::Range, ptr::NonNull};
+use std::{collections::HashSet, ops::Range, ptr::NonNull};
 
 use super::{
     cells,
@@ -85,6 +85,7 @@ pub(crate) fn attend<'op>(
         });
         rows += sequence.rows;
     }
+    assert_in_tests!(job.stored.is_none() || writes_are_apart(&stretches, block_tokens));
     let offset = |part, head| offset_in_block(shape, kind, job.layer, part, head);
     let mut stored = None;
     if let Some([key, value]) = &job.stored {
@@ -172,8 +173,8 @@ pub(crate) fn attend<'op>(
             ] {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
-                    // SAFETY: each token has its own place in the block, and conversations share no block that one of
-                    // them writes; so only this row's item writes it, none reads it before all items are done, and one
+                    // SAFETY: each row has a place of its own, as asserted above, since conversations share no block that
+                    // one of them writes; so only this row's item writes it, none reads it before all items are done, and one
                     // operation is executed at a time.
                     let target =
                         unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
@@ -338,6 +339,20 @@ fn stretch_of<'list, 'op>(
     row: usize,
 ) -> Option<&'list Stretch<'op>> {
     stretches.iter().find(|stretch| row < stretch.end)
+}
+
+/// Whether each row is written to a place of its own.
+fn writes_are_apart(stretches: &[Stretch<'_>], block_tokens: usize) -> bool {
+    let of = |stretch: &Stretch<'_>, row| {
+        let token = stretch.token(row);
+        let place = stretch.cache.places.get(token / block_tokens).copied();
+        (place, token % block_tokens)
+    };
+    let mut rows = stretches
+        .iter()
+        .flat_map(|stretch| (stretch.first..stretch.end).map(move |row| of(stretch, row)));
+    let mut seen = HashSet::new();
+    rows.all(|place| seen.insert(place))
 }
 
 /// The queries of one conversation in an item, and the tokens that they read.

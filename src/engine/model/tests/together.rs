@@ -60,9 +60,10 @@ struct House {
 
 impl House {
     fn new(path: &Path) -> Self {
-        let open = || {
+        // What is computed together by two threads has the bits of one.
+        let open = |threads| {
             open_on(
-                cpu(1),
+                cpu(threads),
                 None,
                 path,
                 usize::MAX,
@@ -70,8 +71,8 @@ impl House {
             )
         };
         Self {
-            model: open(),
-            alone: open(),
+            model: open(2),
+            alone: open(1),
             speakers: std::array::from_fn(|_| None),
             together: 0,
         }
