@@ -393,14 +393,14 @@ fn question(number: usize, turn: u32) -> String {
     )
 }
 
-/// Without drafts, because their hit rate differs between a text and a call, and only a single answer uses them.
+/// With room for the states of all speakers. Without drafts, because their hit rate differs between a text and a call, and only a single answer uses them.
 fn configuration(folder: &Path, model: &Path, port: u16, args: &SpeakersArgs) -> String {
     let (model, threads, context) = (model.display(), args.threads, args.context);
     let folder = folder.display();
     format!(
         "\
 budget: {{total: 8GiB, reserve: 256MiB, scope: session}}
-llm: {{path: {model}, name: speakers, threads: {threads}, context: {context}, drafts: false}}
+llm: {{path: {model}, name: speakers, threads: {threads}, context: {context}, conversations: {SPEAKERS}, drafts: false}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
 http: {{listen: \"127.0.0.1:{port}\"}}
 journal: {{path: {folder}/journal.ndjson}}

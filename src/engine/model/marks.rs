@@ -160,9 +160,9 @@ impl Marks {
         self.pop(|mark| mark.kind == Kind::End || mark.used < prompt)
     }
 
-    /// Drops the first of several ends; returns whether there was one.
-    pub(super) fn pop_spare(&mut self) -> bool {
-        take_spare(&mut self.taken)
+    /// As [`take_spare`].
+    pub(super) fn pop_spare(&mut self, until: u32) -> bool {
+        take_spare(&mut self.taken, until)
     }
 
     /// Whether a copy exists at `position`.
@@ -220,15 +220,20 @@ impl Mark {
     }
 }
 
-/// Removes the first end of a conversation that has several; returns whether it did.
-pub(super) fn take_spare(marks: &mut Vec<Mark>) -> bool {
+/// Removes the first of several ends of a conversation other than the last one up to `until`, where its next prompt is
+/// likely to diverge; returns whether there was one.
+pub(super) fn take_spare(marks: &mut Vec<Mark>, until: u32) -> bool {
     let is_end = |mark: &Mark| mark.kind == Kind::End;
-    let is_spare = marks.iter().filter(|mark| is_end(mark)).count() > 1;
-    let first = marks.iter().position(is_end).filter(|_| is_spare);
-    if let Some(first) = first {
-        marks.remove(first);
+    let kept = marks
+        .iter()
+        .rposition(|mark| is_end(mark) && mark.position <= until);
+    let mut ends = marks.iter().enumerate().filter(|(_, mark)| is_end(mark));
+    let spare = ends.find(|(index, _)| kept.is_some_and(|kept| kept != *index));
+    let spare = spare.map(|(index, _)| index);
+    if let Some(spare) = spare {
+        marks.remove(spare);
     }
-    first.is_some()
+    spare.is_some()
 }
 
 /// The last two prompts: one to continue from the last, and one to continue from the one before (an answer that is

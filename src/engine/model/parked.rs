@@ -111,6 +111,8 @@ pub(super) struct Near {
 pub(super) struct AllParked {
     all: Vec<Parked>,
     turns: u64,
+    /// Number of the last prompts that continued a conversation without a part of its answer, such as the reasoning.
+    omitting: u32,
 }
 
 impl AllParked {
@@ -163,8 +165,47 @@ impl AllParked {
 
     /// Drops a mark of the first parked conversation that also has a later one; returns whether there was one.
     pub(super) fn pop_spare(&mut self) -> bool {
+        let omits = self.omits();
         // `all` is in the order of parking.
-        self.all.iter_mut().any(|one| take_spare(&mut one.marks))
+        let mut all = self.all.iter_mut();
+        all.any(|one| take_spare(&mut one.marks, one.conversation.diverges_at(omits)))
+    }
+
+    /// Notes whether a prompt that continues a conversation of `length` tokens omits a part of its answer; it shares
+    /// `common` tokens of at most `most`.
+    pub(super) fn learn(&mut self, of: &Conversation, (common, most): (u32, u32), length: u32) {
+        // A prompt that ends within the conversation says nothing.
+        if of.is_superseded_at(common) && (common < most || common >= length) {
+            let omits = common < length;
+            self.omitting = if omits {
+                self.omitting.saturating_add(1)
+            } else {
+                0
+            };
+        }
+    }
+
+    /// As [`Self::learn`], from a parked conversation.
+    pub(super) fn learn_from(&mut self, near: Near, most: u32) {
+        if let Some(parked) = self.all.get(near.number) {
+            let (of, length) = (parked.conversation.clone(), parked.length());
+            self.learn(&of, (near.common, most), length);
+        }
+    }
+
+    /// Whether the next prompts are likely to omit parts of answers, as all have the same chat template.
+    const fn omits(&self) -> bool {
+        self.omitting >= OMITTING
+    }
+
+    /// Returns the last position where the next prompt of a conversation may diverge.
+    pub(super) const fn diverges_at(&self, of: &Conversation) -> u32 {
+        of.diverges_at(self.omits())
+    }
+
+    /// Whether a conversation, not a lane, has continued otherwise.
+    pub(super) fn has_superseded(&self) -> bool {
+        self.idle().any(|(_, one)| one.is_superseded)
     }
 
     /// Drops the first mark of a lane; returns whether there was one.
@@ -291,6 +332,11 @@ impl Parked {
 }
 
 impl Conversation {
+    /// Returns the last position where its next prompt may diverge, if prompts omit parts of answers or do not.
+    const fn diverges_at(&self, omits: bool) -> u32 {
+        if omits { self.end } else { u32::MAX }
+    }
+
     /// Whether a prompt that shares `common` tokens is probably the conversation's next one, and replaces it.
     pub(super) const fn is_superseded_at(&self, common: u32) -> bool {
         common > 0 && common >= self.end
@@ -316,6 +362,9 @@ pub fn common_prefix(one: &[u32], other: &[u32]) -> u32 {
     u32::try_from(common).unwrap_or(u32::MAX)
 }
 
+/// Prompts in a row that omit parts of answers until the next ones are expected to. One may continue an interrupted
+/// answer. Our choice.
+const OMITTING: u32 = 2;
 /// Maximum number of parked conversations: each is compared with every prompt. Our choice.
 const PARKED_MAX: usize = 64;
 /// Maximum tokens of all parked conversations, as a multiple of the capacity; tokens of a common prefix are stored per

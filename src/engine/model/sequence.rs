@@ -172,6 +172,10 @@ impl Sequence {
         let own = common_prefix(held, asked.prompt).min(most);
         let (mut common, length) = (if is_own { own } else { 0 }, self.position);
         self.needed = length;
+        if is_own {
+            self.parked
+                .learn(&self.conversation, (common, most), length);
+        }
         if length - common.min(length) >= LOST_MIN {
             self.park(backend, held, common);
         }
@@ -180,6 +184,7 @@ impl Sequence {
         let nearest = nearest.filter(|near| (near.start, near.common) > (start, common));
         let parts = if let Some(near) = nearest {
             common = near.common;
+            self.parked.learn_from(near, most);
             self.take_up(backend, near)
         } else {
             let parts = common < length.min(self.conversation.end);
@@ -305,7 +310,12 @@ impl Sequence {
     /// Drops the least useful copy or parked conversation, but no copy that the sequence is likely to continue from;
     /// returns `false` if there is none. Its places are free once blocks are laid out again.
     fn give_up_one(&mut self) -> bool {
-        let given_up = self.marks.pop_spare() || self.parked.pop_spare() || self.forget_one();
+        let given_up = self.parked.has_superseded() && self.forget_one()
+            || self
+                .marks
+                .pop_spare(self.parked.diverges_at(&self.conversation))
+            || self.parked.pop_spare()
+            || self.forget_one();
         self.release_copies();
         given_up
     }

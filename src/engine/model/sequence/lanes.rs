@@ -249,7 +249,7 @@ impl Sequence {
         parked.since = Instant::now();
         if let Some(state) = parked.state.take() {
             let end = parked.length();
-            take_spare(&mut parked.marks);
+            take_spare(&mut parked.marks, u32::MAX);
             parked.marks.push(Mark::of(end, state, false));
         }
         if let Some(number) = number.filter(|_| has_copies && parked.marks.is_empty()) {

@@ -275,6 +275,38 @@ fn conversations_of_models_with_state_or_windows_go_on_where_they_were() {
     }
 }
 
+/// With memory for one state of each conversation, beside that of the common prefix.
+#[test]
+fn where_next_prompts_omit_the_answer_the_states_before_it_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Qwen35, GgmlDType::Q8_0);
+    let state = Talk::new(&path, 4096).model.aside_takes().get();
+    let mut talk = Talk::new(&path, 4096);
+    let mut plan = talk.model.plan().clone();
+    plan.resident.extend([3, 4]);
+    plan.kv_capacity = Tokens::new(6 * 64 + 5 * 192 + 7 * state);
+    talk.model.apply(&plan).unwrap();
+    let mut all: Vec<Vec<u32>> = (1..=5)
+        .map(|own| [text(0, 352), text(own, 40)].concat())
+        .collect();
+    let mut kept = Vec::new();
+    for turn in 0..4u32 {
+        for prompt in &mut all {
+            kept.push((prompt.len() - 8, talk.read(None, prompt)));
+            // The next prompt begins as this one, and goes on otherwise than its answer.
+            let answer = text(turn + 50, 30);
+            talk.model.forward(&answer, &mut || Flow::Continue).unwrap();
+            talk.held.extend(answer);
+            prompt.extend(text(turn + 20, 20));
+        }
+    }
+    // The first turn reads all, and the second one shows where the next ones diverge.
+    for (number, (before, kept)) in kept.into_iter().enumerate().skip(10) {
+        assert_eq!(kept as usize, before - 20, "{number}");
+    }
+}
+
 #[test]
 fn conversations_give_way_to_the_running_one_and_to_sheds_the_oldest_first() {
     let folder = tempfile::tempdir().unwrap();
