@@ -51,7 +51,10 @@ impl Mapping {
     /// No address space or, with [`Backing::Now`], no memory.
     pub fn new(bytes: Bytes, backing: Backing) -> io::Result<Self> {
         let mapping = Self::aligned(bytes, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)?;
-        if mapping.bytes() >= HUGE_PAGE {
+        if !has_huge_pages(page()) {
+            // Even with system-wide huge pages, which adjacent mappings would share.
+            mapping.advise(libc::MADV_NOHUGEPAGE).ok();
+        } else if mapping.bytes() >= HUGE_PAGE {
             // Best effort: a kernel without huge pages falls back to small ones.
             mapping.advise(libc::MADV_HUGEPAGE).ok();
         }
@@ -409,6 +412,15 @@ fn number_of_statm(index: usize) -> Option<u64> {
     words.split_ascii_whitespace().nth(index)?.parse().ok()
 }
 
+/// Whether a kernel with base pages of this size has huge pages of [`HUGE_PAGE`]: as many base pages as entries of 8
+/// bytes fit into one.
+///
+/// Those of larger base pages (32 MiB for 16 KiB, 512 MiB for 64 KiB) are not used: the kernel frees none of a huge page
+/// while a part of it is mapped, and the first byte that is touched populates all of it.
+pub(crate) const fn has_huge_pages(page: Bytes) -> bool {
+    page.get().saturating_mul(page.get() / 8) == HUGE_PAGE.get()
+}
+
 /// Size of a huge page with 4 KiB base pages, on both architectures; a multiple of any base page.
 pub const HUGE_PAGE: Bytes = Bytes::from_mib(2);
 
@@ -436,6 +448,14 @@ mod tests {
         assert_eq!(mapping.resident(), Bytes::ZERO);
         assert_eq!(mapping.start.addr().get() % HUGE_PAGE.as_len(), 0);
         assert_eq!(mapping.bytes(), Bytes::from_mib(3));
+    }
+
+    #[test]
+    fn huge_pages_are_used_only_with_base_pages_of_4_kib() {
+        assert_eq!(
+            [4, 16, 64].map(|kib| has_huge_pages(Bytes::from_kib(kib))),
+            [true, false, false]
+        );
     }
 
     #[test]

@@ -833,6 +833,21 @@ mod tests {
     }
 
     #[test]
+    fn a_large_cache_takes_huge_pages_only_where_these_have_2_mib() {
+        let (mut spec, ..) = layout(&Synthetic::tiny(
+            Architecture::Qwen35,
+            TypeMix::All(GgmlDType::Q8_0),
+            1,
+        ));
+        (spec.attention.kv_heads, spec.attention.head_dim) = (64, 256);
+        let granule = |kib| kv_shape_with(&spec, Bytes::from_kib(kib)).granule;
+        assert_eq!(
+            [4, 16, 64].map(granule),
+            [2048, 16, 64].map(Bytes::from_kib)
+        );
+    }
+
+    #[test]
     fn arenas_hold_little_more_than_the_matrices() {
         let (_, layout, ..) = layout(&Synthetic::tiny(
             Architecture::Qwen35,

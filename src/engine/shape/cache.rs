@@ -1,7 +1,7 @@
 //! Sizes of the KV cache and of recurrent states.
 
 use crate::{
-    arena::HUGE_PAGE,
+    arena::{HUGE_PAGE, has_huge_pages},
     kv::KV_BLOCK_TOKENS,
     spec::{AttentionSpec, Spec},
 };
@@ -55,7 +55,7 @@ pub(super) fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
         shape.windowed = windowed(shape.block_tokens);
     }
-    if blocks_of(&shape).all(|bytes| bytes >= HUGE_FROM) {
+    if has_huge_pages(page) && blocks_of(&shape).all(|bytes| bytes >= HUGE_FROM) {
         shape.granule = HUGE_PAGE;
     }
     shape

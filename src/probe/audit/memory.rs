@@ -188,6 +188,10 @@ fn huge_pages_reserved(facts: &Facts<'_>) -> Option<Found> {
 fn transparent_huge_pages(facts: &Facts<'_>) -> Option<Found> {
     let mode = facts.sys("kernel/mm/transparent_hugepage/enabled")?;
     mode.contains("[never]").then_some(())?;
+    // Larger ones, of kernels with base pages of 16 or 64 KiB, are not used.
+    let size = facts.sys("kernel/mm/transparent_hugepage/hpage_pmd_size");
+    size.is_none_or(|size| size.trim() == "2097152")
+        .then_some(())?;
     warning(
         "transparent huge pages are off: weights and KV take 512 times the page table entries"
             .to_owned(),
