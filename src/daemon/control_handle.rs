@@ -28,7 +28,7 @@ use cotenant_engine::EngineHandle;
 use cotenant_http::backend::RunningAnswers;
 use cotenant_memory::emergency::{self, Locked};
 use cotenant_policy::{
-    event::{Answer, ChangedKeys, Event},
+    event::{Answer, ChangedKeys, Event, Origin},
     lease::{LeaseRequest, Ticket},
     shedding::{Chosen, NextShed},
     snapshot::{Snapshot, WorkerState},
@@ -86,8 +86,8 @@ pub struct ControlHandle {
     history: History,
 }
 
-/// Call to reload the configuration, with the receiver of its outcome.
-pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
+/// Call to reload the configuration: its origin, and the receiver of its outcome.
+pub(super) type ReloadCall = (Option<Origin>, oneshot::Sender<Result<ChangedKeys, String>>);
 
 impl ControlHandle {
     /// Creates a handle, and the inbox that the loop reads. `continued` holds the ids of earlier runs whose leases
@@ -347,10 +347,13 @@ impl Supervisor for ControlHandle {
             })
     }
 
-    fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
+    fn reload(
+        &self,
+        by: Option<Origin>,
+    ) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
         let (call, outcome) = oneshot::channel();
         let calls = self.reloads.get().ok_or(SubmitError::Stopped)?;
-        calls.try_send(call).map_err(|error| match error {
+        calls.try_send((by, call)).map_err(|error| match error {
             TrySendError::Full(_) => SubmitError::Full,
             TrySendError::Closed(_) => SubmitError::Stopped,
         })?;

@@ -442,6 +442,7 @@ mod tests {
             Event::OperatorShed {
                 ticket: Ticket(99),
                 bytes: mib(60),
+                by: None,
             },
         );
         (scene, lease)
@@ -681,6 +682,7 @@ mod tests {
                     Event::OperatorShed {
                         ticket: Ticket(99),
                         bytes: mib(60),
+                        by: None,
                     },
                 );
             }

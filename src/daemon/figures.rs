@@ -488,6 +488,7 @@ mod tests {
         scene.tell(Event::OperatorShed {
             ticket: Ticket(1),
             bytes: mib(60),
+            by: None,
         });
         scene.apply();
         let credited = scene.arbiter.snapshot().totals.shed_bytes;
@@ -697,6 +698,7 @@ mod tests {
             ticket: Ticket(2),
             worker: "asr".to_owned(),
             command: WorkerCommand::Recycle,
+            by: None,
         });
         scene.tell(exited(true));
         up(&mut scene);
@@ -733,6 +735,7 @@ mod tests {
                 worker: "asr".to_owned(),
                 variant: variant.to_owned(),
                 wait: Duration::from_secs(1),
+                by: None,
             }));
             scene.tell(Event::WorkerResized(WorkerResized {
                 worker: "asr".to_owned(),

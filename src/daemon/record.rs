@@ -201,7 +201,7 @@ mod tests {
             record_of(&entry).map(|record| record.name)
         };
         assert_eq!(
-            name(Content::Event(Event::DrainRequested)).as_deref(),
+            name(Content::Event(Event::DrainRequested { by: None })).as_deref(),
             Some("drain_requested")
         );
         assert_eq!(

@@ -20,7 +20,7 @@ use cotenant_config::{self as config, ClientConfig, Config, Fault, LoadError, re
 use cotenant_http::{Access, Client, Key, Keyless};
 use cotenant_policy::{
     denial::Denial,
-    event::{Answer, ChangedKeys, Event},
+    event::{Answer, ChangedKeys, Event, Origin},
     health::safe_profile,
     params::MachineMemory,
 };
@@ -100,9 +100,9 @@ impl Reloader {
                 }
                 caller = calls.recv() => caller,
             };
-            let Some(caller) = caller else { return };
+            let Some((by, caller)) = caller else { return };
             notify::reloading();
-            let outcome = self.reload().await;
+            let outcome = self.reload(by.clone()).await;
             notify::ready();
             match &outcome {
                 Ok(changes) => tracing::info!("configuration reloaded: {changes}"),
@@ -111,7 +111,12 @@ impl Reloader {
                     tracing::error!("configuration not reloaded, nothing changed: {cause}");
                     // The arbiter's denials are already in the journal.
                     if !matches!(error, ReloadError::Denied(_)) {
-                        self.control.tell(Event::ReloadRefused { cause }).await;
+                        self.control
+                            .tell(Event::ReloadRefused {
+                                cause,
+                                by: by.clone(),
+                            })
+                            .await;
                     }
                 }
             }
@@ -133,7 +138,7 @@ impl Reloader {
         self.control.tell(Event::Resized { machine, params }).await;
     }
 
-    async fn reload(&mut self) -> Result<ChangedKeys, ReloadError> {
+    async fn reload(&mut self, by: Option<Origin>) -> Result<ChangedKeys, ReloadError> {
         let file = self.file.clone();
         let read = blocking(move || {
             let new = config::load(&file)?;
@@ -164,6 +169,7 @@ impl Reloader {
             ticket,
             params: Box::new(params),
             changes: changes.clone(),
+            by: by.clone(),
         };
         let asked = self.control.submit(event, Some((ticket, caller)));
         let answer = match asked {
@@ -188,7 +194,9 @@ impl Reloader {
         self.access.send_replace(Arc::new(access));
         if safe_profile(&self.control.state()).is_some() {
             let ticket = self.control.ticket();
-            let loads = self.control.submit(Event::OperatorLoad { ticket }, None);
+            let loads = self
+                .control
+                .submit(Event::OperatorLoad { ticket, by: None }, None);
             loads.map_err(ReloadError::Control)?;
         }
         self.running = next;

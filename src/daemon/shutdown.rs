@@ -14,7 +14,7 @@ use super::{
     notify,
     signals::Signals,
 };
-use cotenant_policy::event::Event;
+use cotenant_policy::event::{Event, Origin};
 
 /// Longest time for requests in flight when the daemon ends. Together with [`STOP_GRACE`], well below
 /// `TimeoutStopSec=45s` of the unit.
@@ -33,16 +33,19 @@ pub(super) async fn run_to_the_end(
     mut losses: mpsc::Receiver<String>,
     listeners: Listeners,
 ) -> Result<(), RunError> {
-    let mut lost = None;
+    let (mut lost, mut by) = (None, None);
     let control = Arc::clone(&control_loop.device().control);
     let reason = tokio::select! {
-        signal = signals.next(&control) => signal.to_owned(),
+        signal = signals.next(&control) => {
+            by = Some(Origin::Signal(signal.to_owned()));
+            signal.to_owned()
+        }
         Some(loss) = losses.recv() => lost.insert(loss).clone(),
         () = control_loop.run(&mut inbox) => "the inbox closed".to_owned(),
     };
     tracing::info!(reason, "cotenant ends");
     notify::stopping();
-    control_loop.handle(Event::DrainRequested);
+    control_loop.handle(Event::DrainRequested { by });
     let drained = drained(&control_loop);
     tokio::select! {
         () = drained => {}

@@ -5,6 +5,7 @@ use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::control_handle::ControlHandle;
+use cotenant_policy::event::Origin;
 use cotenant_rpc::supervisor::Supervisor as _;
 
 /// Handler: SIGTERM and SIGINT end the daemon, SIGHUP reloads its configuration.
@@ -28,7 +29,7 @@ impl Signals {
     pub(super) async fn next(&mut self, control: &ControlHandle) -> &'static str {
         loop {
             tokio::select! {
-                _ = self.hangup.recv() => match control.reload() {
+                _ = self.hangup.recv() => match control.reload(Some(Origin::Signal("SIGHUP".to_owned()))) {
                     Ok(_outcome_is_logged) => {}
                     Err(error) => tracing::warn!(%error, "SIGHUP: cannot reload the configuration"),
                 },

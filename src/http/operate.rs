@@ -16,7 +16,7 @@ use super::{
     fault::Fault,
 };
 use cotenant_policy::{
-    event::{Answer, Event, WorkerCommand},
+    event::{Answer, Event, Origin, WorkerCommand},
     roles::Role,
 };
 use cotenant_units::Bytes;
@@ -48,7 +48,7 @@ pub(super) async fn operate(
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Json<Value>, Fault> {
-    if operator(&meta).is_none() {
+    let Some(client) = operator(&meta) else {
         let who = match &meta.client {
             Some(client) => format!("client `{}` has the role {}", client.name, client.role),
             None => "without `http.keys_file` no client has a role".to_owned(),
@@ -61,15 +61,17 @@ pub(super) async fn operate(
             "role_missing",
             message,
         ));
-    }
+    };
+    let by = Some(Origin::Key(client.name.to_string()));
     let (command, _memory): (Command, _) = read_plain_json(&api, request).await?;
     let status = &api.backends().status;
     let asked: Asked = match command {
         Command::Shed { bytes } => Box::new(move |ticket| Event::OperatorShed {
             ticket,
             bytes: Bytes::new(bytes),
+            by,
         }),
-        Command::Regrow {} => Box::new(|ticket| Event::OperatorRegrow { ticket }),
+        Command::Regrow {} => Box::new(move |ticket| Event::OperatorRegrow { ticket, by }),
         Command::Restart { worker } => {
             let workers = &status.snapshot().workers;
             if !workers.iter().any(|known| known.name == worker) {
@@ -79,6 +81,7 @@ pub(super) async fn operate(
                 ticket,
                 worker,
                 command: WorkerCommand::Recycle,
+                by,
             })
         }
     };

@@ -180,9 +180,33 @@ mod tests {
         let usual = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
         let other = r#"{"new":[1],"body":{"event":"drain_requested"},"unix_us":9,"at":7,"boot_id":"a","kind":"event","sequence":2}"#;
         let entry = read(usual).unwrap();
-        assert_eq!(entry.content, Content::Event(Event::DrainRequested));
+        assert_eq!(
+            entry.content,
+            Content::Event(Event::DrainRequested { by: None })
+        );
         assert_eq!(read(other).unwrap(), entry);
         assert_eq!(serde_json::to_string(&entry).unwrap(), usual);
+    }
+
+    #[test]
+    fn a_command_names_its_origin_except_in_older_journals() {
+        let older = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"operator_regrow","ticket":1}}"#;
+        for (by, words) in [
+            ("", "an operator requests regrowth"),
+            (
+                r#","by":{"uid":1000}"#,
+                "an operator (uid 1000) requests regrowth",
+            ),
+            (
+                r#","by":{"key":"kitchen"}"#,
+                "an operator (key `kitchen`) requests regrowth",
+            ),
+        ] {
+            let line = older.replace("}}", &format!("{by}}}}}"));
+            let entry = read(&line).unwrap();
+            assert_eq!(crate::render(&entry), words);
+            assert_eq!(serde_json::to_string(&entry).unwrap(), line);
+        }
     }
 
     #[test]

@@ -233,9 +233,9 @@ fn begun(entry: &JournalEntry) -> Option<Begun> {
             Event::CapacityWanted(_) => (Kind::Request, vec![Outcome::Capacity]),
             Event::LeaseRequested { ticket, .. }
             | Event::OperatorShed { ticket, .. }
-            | Event::OperatorRegrow { ticket }
+            | Event::OperatorRegrow { ticket, .. }
             | Event::OperatorKvType { ticket, .. }
-            | Event::OperatorLoad { ticket }
+            | Event::OperatorLoad { ticket, .. }
             | Event::OperatorWorker { ticket, .. } => {
                 (Kind::Request, vec![Outcome::Answer(*ticket)])
             }

@@ -143,7 +143,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.ndjson");
         assert_eq!(sequences(&path, 0), [] as [u64; 0]);
-        let drain = || Content::Event(Event::DrainRequested);
+        let drain = || Content::Event(Event::DrainRequested { by: None });
         let older = line(1, 100, start()) + &line(2, 110, drain());
         let newer = [
             line(3, 120, start()),

@@ -5,7 +5,7 @@ use std::fmt::{Display, Write};
 use super::{Content, JournalEntry};
 use cotenant_policy::{
     event::{
-        Action, Answer, CapacityWanted, EngineApplied, Event, LeaseCall, LeaseResize,
+        Action, Answer, CapacityWanted, EngineApplied, Event, LeaseCall, LeaseResize, Origin,
         TargetAnswered, WorkerCommand, WorkerResize, WorkerResized,
     },
     kv_type::KvType,
@@ -45,6 +45,18 @@ pub fn render(entry: &JournalEntry) -> String {
 /// Renders ` of client `kitchen``, if known.
 fn of_client(client: Option<&str>) -> String {
     client.map_or_else(String::new, |client| format!(" of client `{client}`"))
+}
+
+fn by_origin(by: &Option<Origin>) -> String {
+    by.as_ref()
+        .map_or_else(String::new, |by| format!(" by {by}"))
+}
+
+fn operator(by: &Option<Origin>) -> String {
+    by.as_ref().map_or_else(
+        || "an operator".to_owned(),
+        |by| format!("an operator ({by})"),
+    )
 }
 
 fn render_event(event: &Event) -> String {
@@ -202,9 +214,15 @@ fn render_event(event: &Event) -> String {
             )
         }
         Event::WorkerResizeRequested(WorkerResize {
-            worker, variant, ..
+            worker,
+            variant,
+            by,
+            ..
         }) => {
-            format!("worker `{worker}` is requested as `{variant}`")
+            format!(
+                "worker `{worker}` is requested as `{variant}`{}",
+                by_origin(by)
+            )
         }
         Event::WorkerResized(WorkerResized {
             worker,
@@ -239,22 +257,25 @@ fn render_event(event: &Event) -> String {
             },
             of_client(client.as_deref())
         ),
-        Event::OperatorShed { bytes, .. } => {
-            format!("an operator requests a shed of {bytes}")
+        Event::OperatorShed { bytes, by, .. } => {
+            format!("{} requests a shed of {bytes}", operator(by))
         }
-        Event::OperatorRegrow { .. } => "an operator requests regrowth".to_owned(),
-        Event::OperatorKvType { kv_type, .. } => {
-            format!("an operator requests the KV type {kv_type}")
+        Event::OperatorRegrow { by, .. } => format!("{} requests regrowth", operator(by)),
+        Event::OperatorKvType { kv_type, by, .. } => {
+            format!("{} requests the KV type {kv_type}", operator(by))
         }
         Event::OperatorWorker {
-            worker, command, ..
+            worker,
+            command,
+            by,
+            ..
         } => {
             let command = match command {
                 WorkerCommand::Recycle => "recycles",
                 WorkerCommand::Start => "starts",
                 WorkerCommand::Stop => "stops",
             };
-            format!("an operator {command} worker `{worker}`")
+            format!("{} {command} worker `{worker}`", operator(by))
         }
         Event::Recovered { book, adopted } => format!(
             "found from the previous run: {} and {}",
@@ -266,19 +287,26 @@ fn render_event(event: &Event) -> String {
                 "the leases of the previous run are lost: its ledger is damaged, and kept as `{kept}`"
             )
         }
-        Event::DrainRequested => "a drain is requested".to_owned(),
-        Event::DrainCancelled => "an operator ends the drain".to_owned(),
-        Event::OperatorLoad { .. } => "an operator requests a load of the model".to_owned(),
+        Event::DrainRequested { by } => format!("a drain is requested{}", by_origin(by)),
+        Event::DrainCancelled { by } => format!("{} ends the drain", operator(by)),
+        Event::OperatorLoad { by, .. } => {
+            format!("{} requests a load of the model", operator(by))
+        }
         Event::Reconfigured {
-            params, changes, ..
+            params,
+            changes,
+            by,
+            ..
         } => {
             format!(
-                "configuration reloaded, budget {}: {changes}",
+                "configuration reloaded{}, budget {}: {changes}",
+                by_origin(by),
                 params.budget.bytes()
             )
         }
-        Event::ReloadRefused { cause } => {
-            format!("configuration not reloaded, nothing changed: {cause}")
+        Event::ReloadRefused { cause, by } => {
+            let by = by_origin(by);
+            format!("configuration not reloaded{by}, nothing changed: {cause}")
         }
         Event::Resized {
             machine,

@@ -282,7 +282,10 @@ mod tests {
 
     /// Returns a run of one event with an action and one without.
     fn lines() -> Vec<JournalEntry> {
-        let lines = run_of(vec![Event::DrainRequested, Event::DeadlineReached]);
+        let lines = run_of(vec![
+            Event::DrainRequested { by: None },
+            Event::DeadlineReached,
+        ]);
         assert!(
             matches!(lines[2].content, Content::Action(_)) && lines.len() == 4,
             "{lines:?}"
@@ -405,9 +408,9 @@ mod tests {
     fn behind_a_gap_the_replay_goes_on_from_the_next_checkpoint() {
         let mut lines = lines();
         lines.push(line(5, Content::Dropped { lines: 3 }));
-        lines.push(line(8, Content::Event(Event::DrainRequested)));
+        lines.push(line(8, Content::Event(Event::DrainRequested { by: None })));
         lines.push(line(9, checkpoint()));
-        lines.push(line(10, Content::Event(Event::DrainRequested)));
+        lines.push(line(10, Content::Event(Event::DrainRequested { by: None })));
         lines.push(line(11, decided(AdmissionDecision::DrainBegun)));
         let run = only_run(&lines);
         assert_eq!((run.events, run.actions), (3, 2));

@@ -413,7 +413,7 @@ mod tests {
     use cotenant_policy::event::Event;
 
     fn drain_event() -> Content {
-        Content::Event(Event::DrainRequested)
+        Content::Event(Event::DrainRequested { by: None })
     }
 
     fn settings(path: &Path) -> JournalSettings {

@@ -289,28 +289,32 @@ fn route(cx: &mut Context<'_>, event: Event) -> Result<(), Denial> {
             worker_events::take_unresponsive(cx, &worker, pid, evidence);
         }
         Event::CapacityWanted(want) => growth_orders::take_capacity_wanted(cx, &want),
-        Event::OperatorShed { ticket, bytes } => {
+        Event::OperatorShed { ticket, bytes, .. } => {
             return operator::take_shed(cx, ticket, bytes);
         }
-        Event::OperatorRegrow { ticket } => {
+        Event::OperatorRegrow { ticket, .. } => {
             return operator::take_regrow(cx, ticket);
         }
-        Event::OperatorKvType { ticket, kv_type } => {
+        Event::OperatorKvType {
+            ticket, kv_type, ..
+        } => {
             return operator::take_kv_type(cx, ticket, kv_type);
         }
         Event::OperatorWorker {
             ticket,
             worker,
             command,
+            ..
         } => return worker_events::take_command(cx, ticket, &worker, command),
         Event::Recovered { book, adopted } => restore::take_recovered(cx, book, &adopted),
-        Event::DrainRequested => operator::take_drain(cx),
-        Event::DrainCancelled => operator::take_drain_cancelled(cx),
-        Event::OperatorLoad { ticket } => operator::take_load(cx, ticket),
+        Event::DrainRequested { .. } => operator::take_drain(cx),
+        Event::DrainCancelled { .. } => operator::take_drain_cancelled(cx),
+        Event::OperatorLoad { ticket, .. } => operator::take_load(cx, ticket),
         Event::Reconfigured {
             ticket,
             params,
             changes,
+            ..
         } => {
             operator::take_reconfigured(cx, ticket, *params, changes)?;
             // Shorter settings may have made deadlines due.

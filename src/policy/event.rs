@@ -174,16 +174,36 @@ pub enum Event {
     /// Critical: the answer would end without it.
     CapacityWanted(CapacityWanted),
     /// An operator requests an immediate shed of `bytes` from the engine.
-    OperatorShed { ticket: Ticket, bytes: Bytes },
+    OperatorShed {
+        ticket: Ticket,
+        bytes: Bytes,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator permits growth without waiting for the dwell.
-    OperatorRegrow { ticket: Ticket },
+    OperatorRegrow {
+        ticket: Ticket,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator changes the KV type; stored blocks are converted.
-    OperatorKvType { ticket: Ticket, kv_type: KvType },
+    OperatorKvType {
+        ticket: Ticket,
+        kv_type: KvType,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator starts, stops or recycles a worker.
     OperatorWorker {
         ticket: Ticket,
         worker: String,
         command: WorkerCommand,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
     },
     /// Leases of the previous run, without those whose holders have ended.
     ///
@@ -201,11 +221,24 @@ pub enum Event {
         kept: String,
     },
     /// Stop admitting requests; running ones may complete.
-    DrainRequested,
+    DrainRequested {
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator ends a drain: requests are admitted again. Unknown to older versions.
-    DrainCancelled,
+    DrainCancelled {
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator requests a load of a model that failed to load or was missing.
-    OperatorLoad { ticket: Ticket },
+    OperatorLoad {
+        ticket: Ticket,
+        /// The operator; `None` if the supervisor loads a model that is safe again, and in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
+    },
     /// An operator reloads the configuration. Unknown to older versions.
     Reconfigured {
         ticket: Ticket,
@@ -214,12 +247,18 @@ pub enum Event {
         params: Box<Params>,
         /// Keys of the file that have changed.
         changes: ChangedKeys,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
     },
     /// A reloaded configuration was refused before its settings were considered; nothing has changed. Unknown to older
     /// versions.
     ReloadRefused {
         /// The error.
         cause: String,
+        /// Absent in journals of older versions.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<Origin>,
     },
     /// The memory of the machine, or the limit of a control group around the supervisor, has changed. Unknown to older
     /// versions.
@@ -244,10 +283,10 @@ impl Event {
             | Self::LeaseReleased(LeaseCall { ticket, .. })
             | Self::WorkerResizeRequested(WorkerResize { ticket, .. })
             | Self::OperatorShed { ticket, .. }
-            | Self::OperatorRegrow { ticket }
+            | Self::OperatorRegrow { ticket, .. }
             | Self::OperatorKvType { ticket, .. }
             | Self::OperatorWorker { ticket, .. }
-            | Self::OperatorLoad { ticket }
+            | Self::OperatorLoad { ticket, .. }
             | Self::Reconfigured { ticket, .. } => Some(*ticket),
             _ => None,
         }
@@ -326,6 +365,9 @@ pub struct WorkerResize {
     pub worker: String,
     pub variant: String,
     pub wait: Duration,
+    /// Absent in journals of older versions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub by: Option<Origin>,
 }
 
 /// The variant of a worker after a requested change.
@@ -359,6 +401,24 @@ pub struct ChangedKeys {
     pub applied: Vec<String>,
     /// Applied only by a restart of the supervisor.
     pub restart: Vec<String>,
+}
+
+/// Origin of an operator's command.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// A process of this user, over a local socket.
+    #[error("uid {0}")]
+    Uid(u32),
+    /// A client on another machine, by the common name of its certificate.
+    #[error("certificate `{0}`")]
+    Certificate(String),
+    /// A client of the HTTP API, by the name of its key.
+    #[error("key `{0}`")]
+    Key(String),
+    /// A signal to the supervisor: `SIGHUP`.
+    #[error("{0}")]
+    Signal(String),
 }
 
 /// An operator's command to a worker.

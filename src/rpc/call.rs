@@ -7,17 +7,19 @@ use std::{
 
 use tokio::sync::{broadcast, oneshot};
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Status, metadata::MetadataMap};
+use tonic::{Request, Status, metadata::MetadataMap, transport::server::TlsConnectInfo};
+use webpki::EndEntityCert;
 
 use super::{
     peer::PeerInfo,
+    remote,
     roles::{Permission, Role, Roles},
     slots::Slots,
     status::{self, CallError},
     supervisor::{Notice, Supervisor},
 };
 use cotenant_policy::{
-    event::{Answer, Event},
+    event::{Answer, Event, Origin},
     lease::{LeaseView, Peer, Ticket},
 };
 
@@ -131,6 +133,16 @@ impl Call {
             pid: self.peer.pid,
             operator: Permission::Operate.is_of(self.role),
         }
+    }
+
+    /// The caller of a command, for the journal; `None` if its certificate has no common name.
+    pub(super) fn origin<T>(&self, request: &Request<T>) -> Option<Origin> {
+        let Some(tls) = request.extensions().get::<TlsConnectInfo<()>>() else {
+            return Some(Origin::Uid(self.peer.uid));
+        };
+        let chain = tls.peer_certs()?;
+        let certificate = EndEntityCert::try_from(chain.first()?).ok()?;
+        remote::common_name(certificate.subject()).map(Origin::Certificate)
     }
 
     /// Checks that the caller is the process that requested the lease, and is measured for it. For a control group, any

@@ -21,7 +21,7 @@ use super::{
     },
 };
 use cotenant_policy::{
-    event::{Answer, Event, WorkerCommand, WorkerResize},
+    event::{Answer, Event, Origin, WorkerCommand, WorkerResize},
     lease::Ticket,
 };
 
@@ -40,10 +40,12 @@ impl Operators {
         name: &'static str,
         request: &Request<T>,
         needed: Permission,
-        event: impl FnOnce(Ticket) -> Event,
+        event: impl FnOnce(Ticket, Option<Origin>) -> Event,
     ) -> Result<String, Status> {
         let call = self.context.admit(name, request, needed)?;
-        words_in(self.context.ask(&call, event).await?, name)
+        let by = call.origin(request);
+        let answer = self.context.ask(&call, |ticket| event(ticket, by));
+        words_in(answer.await?, name)
     }
 
     /// Checks that a worker with this name exists.
@@ -130,9 +132,10 @@ impl OperatorService for Operators {
             .context
             .admit("Shed", &request, Permission::Intervene)?;
         let bytes = convert::size_of("shed_bytes", request.get_ref().shed_bytes)?;
+        let by = call.origin(&request);
         let answer = self
             .context
-            .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
+            .ask(&call, |ticket| Event::OperatorShed { ticket, bytes, by })
             .await?;
         let Answer::Shed(outcome) = answer else {
             return Err(unfit("Shed"));
@@ -152,7 +155,7 @@ impl OperatorService for Operators {
         &self,
         request: Request<RegrowRequest>,
     ) -> Result<Response<RegrowResponse>, Status> {
-        let event = |ticket| Event::OperatorRegrow { ticket };
+        let event = |ticket, by| Event::OperatorRegrow { ticket, by };
         let done = self.done("Regrow", &request, Permission::Operate, event);
         let message = done.await?;
         Ok(Response::new(RegrowResponse { message }))
@@ -166,9 +169,14 @@ impl OperatorService for Operators {
             .context
             .admit("SetKvType", &request, Permission::Operate)?;
         let kv_type = convert::kv_type_of(request.get_ref().kv_type)?;
+        let by = call.origin(&request);
         let answer = self
             .context
-            .ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type })
+            .ask(&call, |ticket| Event::OperatorKvType {
+                ticket,
+                kv_type,
+                by,
+            })
             .await?;
         Ok(Response::new(SetKvTypeResponse {
             message: words_in(answer, "SetKvType")?,
@@ -185,6 +193,7 @@ impl OperatorService for Operators {
             _ => Permission::Operate,
         };
         let call = self.context.admit("ControlWorker", &request, needed)?;
+        let by = call.origin(&request);
         let (command, message) = (command?, request.into_inner());
         self.known_worker(&message.name)?;
         let answer = self
@@ -193,6 +202,7 @@ impl OperatorService for Operators {
                 ticket,
                 worker: message.name,
                 command,
+                by,
             })
             .await?;
         Ok(Response::new(ControlWorkerResponse {
@@ -207,6 +217,7 @@ impl OperatorService for Operators {
         let call = self
             .context
             .admit("ResizeWorker", &request, Permission::Operate)?;
+        let by = call.origin(&request);
         let message = request.into_inner();
         self.known_worker(&message.name)?;
         let variant = convert::name_of("variant", message.variant, VARIANT_MAX)?;
@@ -219,6 +230,7 @@ impl OperatorService for Operators {
                     worker: message.name,
                     variant,
                     wait: call.wait(wait.unwrap_or_default()),
+                    by,
                 })
             })
             .await?;
@@ -269,7 +281,7 @@ impl OperatorService for Operators {
         &self,
         request: Request<LoadModelRequest>,
     ) -> Result<Response<LoadModelResponse>, Status> {
-        let event = |ticket| Event::OperatorLoad { ticket };
+        let event = |ticket, by| Event::OperatorLoad { ticket, by };
         let done = self.done("LoadModel", &request, Permission::Operate, event);
         let message = done.await?;
         Ok(Response::new(LoadModelResponse { message }))
@@ -279,9 +291,15 @@ impl OperatorService for Operators {
         &self,
         request: Request<ReloadRequest>,
     ) -> Result<Response<ReloadResponse>, Status> {
-        self.context
+        let call = self
+            .context
             .admit("Reload", &request, Permission::Operate)?;
-        let outcome = self.context.supervisor.reload().map_err(CallError::from)?;
+        let by = call.origin(&request);
+        let outcome = self
+            .context
+            .supervisor
+            .reload(by)
+            .map_err(CallError::from)?;
         let changes = outcome.await.map_err(|_closed| CallError::Stopping)?;
         let changes = changes.map_err(|report| CallError::ConfigInvalid { report })?;
         Ok(Response::new(ReloadResponse {
@@ -295,14 +313,19 @@ impl OperatorService for Operators {
         &self,
         request: Request<DrainRequest>,
     ) -> Result<Response<DrainResponse>, Status> {
-        self.context
+        let call = self
+            .context
             .admit("Drain", &request, Permission::Intervene)?;
+        let by = call.origin(&request);
         let off = request.get_ref().off;
         let (event, message) = if off {
-            (Event::DrainCancelled, "not draining: requests are admitted")
+            (
+                Event::DrainCancelled { by },
+                "not draining: requests are admitted",
+            )
         } else {
             let message = "draining: new requests are refused, running ones finish; `cotenant drain --off` ends it";
-            (Event::DrainRequested, message)
+            (Event::DrainRequested { by }, message)
         };
         let supervisor = &self.context.supervisor;
         let mut state = supervisor.snapshot();

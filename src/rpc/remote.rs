@@ -148,6 +148,17 @@ pub(super) async fn accept(
     }
 }
 
+/// The common name in the subject of a certificate, in DER, if it is UTF-8 of at most 64 bytes (`ub-common-name` of
+/// RFC 5280).
+pub(super) fn common_name(subject: &[u8]) -> Option<String> {
+    let mut at = subject.windows(COMMON_NAME.len());
+    let value = at.position(|it| it == COMMON_NAME)? + COMMON_NAME.len();
+    let (_string_type, value) = subject.get(value..)?.split_first()?;
+    let (length, value) = value.split_first()?;
+    let name = str::from_utf8(value.get(..usize::from(*length))?).ok()?;
+    (name.len() <= 64 && !name.contains(char::is_control)).then(|| name.to_owned())
+}
+
 /// A number for an address: for IPv6 its network, in which one machine may have many addresses.
 fn key_of(address: SocketAddr) -> u32 {
     match address.ip().to_canonical() {
@@ -158,6 +169,9 @@ fn key_of(address: SocketAddr) -> u32 {
         }
     }
 }
+
+/// Object identifier 2.5.4.3 in DER; the value of the attribute follows.
+const COMMON_NAME: &[u8] = &[6, 3, 0x55, 4, 3];
 
 /// Longest handshake, after which its slot is freed. Our choice: slow links need some round trips.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);

@@ -14,7 +14,7 @@ use tokio::sync::{broadcast, oneshot, watch};
 
 use super::{deaths::DeathLog, v1};
 use cotenant_policy::{
-    event::{Answer, ChangedKeys, Event},
+    event::{Answer, ChangedKeys, Event, Origin},
     lease::{LeaseId, LeaseRequest, Ticket},
     snapshot::Snapshot,
 };
@@ -51,7 +51,10 @@ pub trait Supervisor: Send + Sync + 'static {
     ///
     /// # Errors
     /// As for [`submit`](Self::submit).
-    fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
+    fn reload(
+        &self,
+        _by: Option<Origin>,
+    ) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
         Err(SubmitError::Stopped)
     }
 

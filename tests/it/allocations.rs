@@ -453,6 +453,7 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
         let shed = Event::OperatorShed {
             ticket: Ticket(2 * round),
             bytes: Bytes::from_mib(1),
+            by: None,
         };
         assert!(
             emergency::within(|| shedding.take(shed)),
@@ -461,6 +462,7 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
         emergency::within(|| shedding.settle());
         let regrow = Event::OperatorRegrow {
             ticket: Ticket(2 * round + 1),
+            by: None,
         };
         let _ = shedding.take(regrow);
         let grows = (0..100).any(|_| shedding.engine_is_asked() || shedding.sample(20));

@@ -355,6 +355,7 @@ impl Subject {
                     ticket: Ticket(u64::MAX),
                     worker: worker.name,
                     command: WorkerCommand::Stop,
+                    by: None,
                 },
             );
         }

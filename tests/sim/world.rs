@@ -357,6 +357,7 @@ impl World {
                 ticket,
                 worker,
                 command: WorkerCommand::Start,
+                by: None,
             });
         }
         self.after(Duration::from_secs(40), Happening::Operator);
@@ -878,6 +879,7 @@ impl World {
                 worker: name,
                 variant,
                 wait,
+                by: None,
             }));
         }
         if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm
@@ -923,12 +925,14 @@ impl World {
             4 => Some(Event::OperatorKvType {
                 ticket,
                 kv_type: KvType::ALL[self.rng.random_range(0..KvType::ALL.len())],
+                by: None,
             }),
             0 => Some(Event::OperatorShed {
                 ticket,
                 bytes: mib(self.rng.random_range(0..80)),
+                by: None,
             }),
-            1 => Some(Event::OperatorRegrow { ticket }),
+            1 => Some(Event::OperatorRegrow { ticket, by: None }),
             _ if names.is_empty() => None,
             _ => Some(Event::OperatorWorker {
                 ticket,
@@ -938,6 +942,7 @@ impl World {
                     WorkerCommand::Start,
                     WorkerCommand::Stop,
                 ][self.rng.random_range(0..3)],
+                by: None,
             }),
         }
     }
@@ -962,6 +967,7 @@ impl World {
             ticket,
             worker: given_up.name.clone(),
             command: WorkerCommand::Start,
+            by: None,
         })
     }
 }

@@ -86,7 +86,7 @@ mod tests {
         let mut arbiter = Arbiter::new(params).unwrap();
         let _ = arbiter.handle(
             Timestamp::from_millis(7),
-            crate::event::Event::DrainRequested,
+            crate::event::Event::DrainRequested { by: None },
         );
         serde_json::to_value(Checkpoint::of(&arbiter)).unwrap()
     }

@@ -142,6 +142,13 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         "{}",
         said(&regrow)
     );
+    let drain = cotenant(url, &["drain"], Some((&fleet, "desk", &fleet)));
+    assert!(drain.status.success(), "{}", said(&drain));
+    let events = installation.events();
+    assert!(
+        events.contains("a drain is requested by certificate `desk`"),
+        "{events}"
+    );
     let leases = cotenant(url, &["leases"], Some((&fleet, "desk", &fleet)));
     assert!(!leases.status.success(), "{}", said(&leases));
 

@@ -395,10 +395,15 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "),
         "{words}"
     );
-    let refusal = "configuration not reloaded, nothing changed";
-    eventually("the refusal is logged, and an event", || {
-        installation.log().contains(refusal) && installation.events().contains(refusal)
-    })
+    let logged = "configuration not reloaded, nothing changed";
+    let by = format!(" by uid {}, nothing", nix::unistd::getuid());
+    eventually(
+        "the refusal is logged, and an event with its origin",
+        || {
+            let event = logged.replace(", nothing", &by);
+            installation.log().contains(logged) && installation.events().contains(&event)
+        },
+    )
     .await;
 
     // Neither does a budget in which the workers could never run.

@@ -680,6 +680,7 @@ impl Book for Home {
                         ticket,
                         worker: WORKER.to_owned(),
                         command: WorkerCommand::Start,
+                        by: None,
                     })?;
                 }
                 WorkerState::Stopped => self.take(Letter::WorkerWanted)?,

@@ -422,7 +422,7 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     let ticket = rig.ticket();
     rig.wait(10).sample(60);
     rig.wait(2500).sample(60);
-    rig.tell(Event::OperatorRegrow { ticket });
+    rig.tell(Event::OperatorRegrow { ticket, by: None });
     let _ = rig.pass(2000);
     rig.pass(2000);
     let (revision, _) = rig.plan_asked().unwrap();

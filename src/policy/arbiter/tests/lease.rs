@@ -526,7 +526,7 @@ fn draining_answers_all_that_wait() {
     let mut rig = Rig::sampled(params());
     rig.request("a", Class::Interactive, 400, 400, 0);
     rig.request("b", Class::Interactive, 400, 400, 1000);
-    rig.tell(Event::DrainRequested);
+    rig.tell(Event::DrainRequested { by: None });
     assert!(matches!(rig.denial(), Denial::Draining { .. }));
     rig.request("c", Class::Interactive, 1, 1, 1000);
     assert!(matches!(rig.denial(), Denial::Draining { .. }));
@@ -535,8 +535,8 @@ fn draining_answers_all_that_wait() {
 #[test]
 fn a_drain_that_is_cancelled_admits_requests_again() {
     let mut rig = Rig::sampled(params());
-    rig.tell(Event::DrainRequested);
-    rig.tell(Event::DrainCancelled);
+    rig.tell(Event::DrainRequested { by: None });
+    rig.tell(Event::DrainCancelled { by: None });
     assert!(!rig.snapshot().draining);
     rig.request("a", Class::Interactive, 1, 1, 1000);
     assert!(matches!(rig.answer(), Answer::Lease { .. }));

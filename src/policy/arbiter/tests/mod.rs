@@ -275,19 +275,27 @@ impl Rig {
     }
 
     pub(super) fn operator_shed(&mut self, bytes: Bytes) {
-        self.call(|ticket| Event::OperatorShed { ticket, bytes });
+        self.call(|ticket| Event::OperatorShed {
+            ticket,
+            bytes,
+            by: None,
+        });
     }
 
     pub(super) fn regrow(&mut self) {
-        self.call(|ticket| Event::OperatorRegrow { ticket });
+        self.call(|ticket| Event::OperatorRegrow { ticket, by: None });
     }
 
     pub(super) fn keep_kv_as(&mut self, kv_type: KvType) {
-        self.call(|ticket| Event::OperatorKvType { ticket, kv_type });
+        self.call(|ticket| Event::OperatorKvType {
+            ticket,
+            kv_type,
+            by: None,
+        });
     }
 
     pub(super) fn load(&mut self) {
-        self.call(|ticket| Event::OperatorLoad { ticket });
+        self.call(|ticket| Event::OperatorLoad { ticket, by: None });
     }
 
     pub(super) fn command(&mut self, worker: &str, command: WorkerCommand) {
@@ -296,6 +304,7 @@ impl Rig {
             ticket,
             worker,
             command,
+            by: None,
         });
     }
 

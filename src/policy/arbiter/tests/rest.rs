@@ -710,6 +710,7 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_
     rig.wait(10).tell(Event::OperatorShed {
         ticket,
         bytes: mib(40),
+        by: None,
     });
     rig.wait(10).engine_applies();
     sample(&mut rig, 40, 4100);

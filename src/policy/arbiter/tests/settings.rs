@@ -18,6 +18,7 @@ fn reconfigure(rig: &mut Rig, params: Params) -> Answer {
         ticket,
         params: Box::new(params),
         changes,
+        by: None,
     });
     rig.answer()
 }
@@ -101,6 +102,7 @@ fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
         ticket,
         worker: "asr".to_owned(),
         command: WorkerCommand::Recycle,
+        by: None,
     });
     rig.wait(10).sample(0);
     rig.tell(Event::WorkerExited {
@@ -137,6 +139,7 @@ fn shorter_times_serve_what_has_become_due() {
         rig.tell(Event::OperatorShed {
             ticket: Ticket(78),
             bytes: mib(20),
+            by: None,
         });
         rig.pass(wait);
         reconfigure(&mut rig, params());

@@ -165,6 +165,7 @@ fn ask_variant(rig: &mut Rig, variant: &str, wait_ms: u64) {
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         wait: ms(wait_ms),
+        by: None,
     }));
 }
 
