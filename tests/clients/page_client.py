@@ -162,7 +162,12 @@ def story(browser, url, program, folder):
     page.context.close()
 
 
-def operate(browser, url):
+def pid_of(program, name):
+    workers = json.loads(run(program, "status", "-o", "json"))["workers"]
+    return next(worker for worker in workers if worker["name"] == name).get("pid", 0)
+
+
+def operate(browser, url, program):
     """An operator's key commands from the page, and a viewer's key only looks."""
     context = context_of(browser, VIEWER)
     page = context.new_page()
@@ -177,6 +182,25 @@ def operate(browser, url):
     expect(page.locator("#outcome")).to_contain_text("Shed 1 MiB: shed ", timeout=10_000)
     page.locator("#regrow").click()
     expect(page.locator("#outcome")).to_contain_text("Grow back: ", timeout=10_000)
+    # a restart asks first, and "no" has the focus
+    restart, question = page.get_by_role("button", name="Restart ballast"), page.locator("#confirm-text")
+    restart.click()
+    expect(question).to_have_text("Restart worker ballast? Its requests fail.")
+    expect(page.locator("#confirm-no")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(question).to_be_hidden()
+    expect(page.locator("#outcome")).to_contain_text("Grow back: ")
+    before = pid_of(program, "ballast")
+    restart.click()
+    page.locator("#confirm-yes").click()
+    expect(question).to_be_hidden()
+    expect(page.locator("#outcome")).to_contain_text("Restart ballast: ", timeout=10_000)
+    expect(page.locator("#events")).to_contain_text("an operator (key `chief`) recycles worker `ballast`", timeout=10_000)
+    for _ in range(100):
+        if pid_of(program, "ballast") not in (0, before):
+            break
+        page.wait_for_timeout(100)
+    assert pid_of(program, "ballast") not in (0, before), before
     assert not faults, faults
     page.context.close()
 
@@ -202,7 +226,7 @@ def main():
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         look(browser, url, folder)
         story(browser, url, program, folder)
-        operate(browser, url)
+        operate(browser, url, program)
         examine(browser, url)
         reconnect(browser, url)
         browser.close()

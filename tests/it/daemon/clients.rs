@@ -12,7 +12,7 @@ use std::{
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::installation::{
-    Daemon, Installation, asr, budget, demo_model, embedder, encoder, said, tts,
+    Daemon, Installation, asr, ballast, budget, demo_model, embedder, encoder, said, tts,
 };
 use crate::support::speech_is_installed;
 
@@ -262,7 +262,7 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     };
     // What is shed stays so until the script asks for it.
     let budget = budget(256).replace("dwell: 300ms", "dwell: 1m");
-    let sections = format!("{budget}{}", demo_model(1024));
+    let sections = format!("{budget}{}workers:\n{}", demo_model(1024), ballast());
     let mut installation = Installation::new(&sections);
     installation.prefer_release();
     let keys = installation.path("keys.yaml");
