@@ -91,6 +91,54 @@ pub(super) struct Chart {
     pub order: Vec<String>,
 }
 
+/// Row of a table of figures.
+pub(super) struct TableRow {
+    /// Name of the figure.
+    pub name: String,
+    /// Value with its unit.
+    pub value: String,
+    /// Its aim, or why there is no value.
+    pub note: String,
+    /// Whether the aim is met; `None` without one.
+    pub is_met: Option<bool>,
+}
+
+/// Draws a table of figures as SVG; values have the colour of their aim, met or missed.
+pub(super) fn table_svg(
+    title: &str,
+    subtitle: &str,
+    rows: &[TableRow],
+) -> Result<String, ChartError> {
+    let line = |index: usize| HEADING + ABOVE_PLOT + LINE * i32::try_from(index).unwrap_or(0);
+    let size = (PICTURE_WIDTH, line(rows.len()).unsigned_abs() + BELOW_PLOT);
+    let mut svg = String::new();
+    {
+        let canvas = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+        canvas.fill(&PAPER)?;
+        let draw = |text: &str, at, style| canvas.draw(&Text::new(text.to_owned(), at, style));
+        draw(title, (LEFT, 12), text_style(TITLE_SIZE, INK).font_bold())?;
+        draw(subtitle, (LEFT, 38), text_style(TEXT_SIZE, SOFT))?;
+        for (index, row) in rows.iter().enumerate() {
+            let (y, colour) = (line(index), row.is_met.map_or(INK, met_colour));
+            draw(&row.name, (LEFT, y), text_style(TEXT_SIZE, INK))?;
+            let value = text_style(TEXT_SIZE, colour).font_bold();
+            draw(&row.value, (VALUES, y), value)?;
+            let note = clipped(&row.note, NOTE_CHARS);
+            draw(&note, (NOTES, y), text_style(SMALL_SIZE, SOFT))?;
+        }
+        canvas.present()?;
+    }
+    Ok(svg)
+}
+
+const fn met_colour(is_met: bool) -> RGBColor {
+    mark_colour(if is_met {
+        MarkKind::Regrow
+    } else {
+        MarkKind::Alarm
+    })
+}
+
 /// Drawing failed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot draw the chart: {reason}")]
@@ -605,6 +653,13 @@ pub(super) fn second_step(span: u64) -> u64 {
 }
 
 // Size of the picture in pixels, chosen by eye for the width of a README.
+/// Columns and lines of a table.
+const LEFT: i32 = 24;
+const VALUES: i32 = 560;
+const NOTES: i32 = 720;
+const LINE: i32 = 26;
+const NOTE_CHARS: usize = 56;
+
 const PICTURE_WIDTH: u32 = 1120;
 const PICTURE_RIGHT: i32 = 1112;
 const PLOT_LEFT: i32 = 84;

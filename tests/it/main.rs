@@ -10,6 +10,7 @@
 
 mod allocations;
 mod autopsy;
+mod board;
 mod cli;
 mod confine;
 mod daemon;

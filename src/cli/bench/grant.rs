@@ -403,10 +403,10 @@ async fn resize(
 }
 
 fn configuration(folder: &std::path::Path, args: &GrantArgs, total: Bytes, kv: Kv) -> String {
-    let model = args
-        .model
-        .clone()
-        .unwrap_or_else(|| folder.join("demo.gguf"));
+    let own = || folder.join("demo.gguf");
+    let model = args.model.as_ref().map_or_else(own, |path| {
+        std::path::absolute(path).unwrap_or_else(|_| path.clone())
+    });
     let (places, model) = (places(folder), model.display());
     let kv = match kv {
         Kv::InUse => "at-once",

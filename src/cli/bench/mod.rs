@@ -1,5 +1,6 @@
 //! `cotenant bench`: measurements on the user's own board, each in one run.
 
+mod board;
 pub mod daemon;
 pub mod engine;
 mod grant;
@@ -19,6 +20,8 @@ use super::{
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
+    /// The figures of README on this device, in one document and one picture; takes up to ten minutes.
+    Board(board::BoardArgs),
     /// Speed, memory and elasticity of the LLM with your model.
     Engine(Box<engine::EngineArgs>),
     /// Latency of a grant to ASR from memory that the LLM holds, while the LLM generates.
@@ -29,6 +32,10 @@ pub enum Command {
 
 pub(super) fn run(global: &Global, bench: &Command) -> Result<ExitCode, CliError> {
     match bench {
+        Command::Board(args) => {
+            // The thread that starts a child must last as long as this program.
+            measured(0, || board::run(args)).map(|()| ExitCode::SUCCESS)
+        }
         Command::Engine(args) => {
             engine::run(args, global.output)?;
             Ok(ExitCode::SUCCESS)

@@ -1,6 +1,6 @@
 //! Figures of a measurement with their limits, as text and JSON.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::Serialize;
 
@@ -45,6 +45,25 @@ pub enum Limit {
     AtMost(f64),
 }
 
+impl Limit {
+    /// Whether a value is within the limit.
+    pub(super) fn is_met(self, value: f64) -> bool {
+        match self {
+            Self::AtLeast(least) => value >= least,
+            Self::AtMost(most) => value <= most,
+        }
+    }
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AtLeast(least) => write!(f, "at least {}", shown(*least)),
+            Self::AtMost(most) => write!(f, "at most {}", shown(*most)),
+        }
+    }
+}
+
 /// Returns the middle value, or the mean of the two in the middle.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
@@ -80,10 +99,7 @@ impl Report {
             unit,
             value,
             limit,
-            met: limit.map(|limit| match limit {
-                Limit::AtLeast(least) => value >= least,
-                Limit::AtMost(most) => value <= most,
-            }),
+            met: limit.map(|limit| limit.is_met(value)),
         });
     }
 
@@ -121,11 +137,8 @@ impl Report {
             Column::Text("MET"),
         ]);
         for figure in &self.figures {
-            let limit = match figure.limit {
-                Some(Limit::AtLeast(least)) => format!("at least {}", shown(least)),
-                Some(Limit::AtMost(most)) => format!("at most {}", shown(most)),
-                None => String::new(),
-            };
+            let limit = figure.limit.map(|limit| limit.to_string());
+            let limit = limit.unwrap_or_default();
             let met = figure.met.map_or("", |met| if met { "yes" } else { "no" });
             table.row([
                 figure.what.clone(),
@@ -149,7 +162,7 @@ impl Report {
 }
 
 /// Formats a value with a useful number of digits.
-fn shown(value: f64) -> String {
+pub(super) fn shown(value: f64) -> String {
     if value.abs() >= 100.0 || value.fract() == 0.0 {
         format!("{value:.0}")
     } else {
