@@ -12,7 +12,7 @@ use super::session::end_with_parent;
 use cotenant_units::Bytes;
 
 /// Commands of the recogniser's small variant.
-const GRAMMAR: &str = include_str!("../../deploy/home.gram");
+const GRAMMAR: &str = include_str!("home.gram");
 
 /// Returns the path of the demo model: its location in a package, or in the sources of this build.
 ///

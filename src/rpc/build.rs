@@ -4,8 +4,8 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-/// Folder of the proto files, relative to this package.
-const FOLDER: &str = "../../proto";
+/// Folder of the proto files: a link, so that a package of the crate contains them.
+const FOLDER: &str = "proto";
 
 /// Relative to that folder.
 const FILES: [&str; 4] = [

@@ -2,8 +2,8 @@
 
 use std::error::Error;
 
-/// Folder of the proto files, relative to this package.
-const FOLDER: &str = "../../proto";
+/// Folder of the proto files: a link, so that a package of the crate contains them.
+const FOLDER: &str = "proto";
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed={FOLDER}");

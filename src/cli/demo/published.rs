@@ -14,7 +14,7 @@ use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
 /// Download program, for Python 3.
-const FETCH: &str = include_str!("../../../deploy/real/fetch");
+const FETCH: &str = include_str!("fetch");
 
 /// Where published models come from.
 #[derive(Clone, Debug, clap::Args)]
