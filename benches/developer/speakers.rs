@@ -172,6 +172,13 @@ async fn together(
         Some(Limit::AtLeast(2.5)),
     );
     let slower = gap(&all) / gap(&alone);
+    // Answers may end at different lengths, and begin one after the other.
+    report.figure(
+        "tokens/s while all are written, over one",
+        "",
+        f64::from(args.answers) / slower,
+        None,
+    );
     report.figure(
         "time between two tokens, over that of one",
         "",
